@@ -1,0 +1,57 @@
+"""Imports `triton` and `triton.language as tl`, or harmless stand-ins where Triton is not installed.
+
+With the stand-ins the kernel files still import, so that the twins run; launching a kernel raises RuntimeError.
+"""
+
+# mypy: ignore-errors
+
+from typing import Any
+
+try:
+    import triton
+    import triton.language as tl
+
+    HAS_TRITON = True
+except ImportError:
+    HAS_TRITON = False
+
+    class _Kernel:
+        """A kernel that was declared but can't be launched."""
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid: Any) -> Any:
+            raise RuntimeError(f"Triton is not installed, so {self.name} can't run; use the torch twin")
+
+    class _TritonStandIn:
+        """The few names of `triton` that a kernel file needs at import time or to size a grid."""
+
+        @staticmethod
+        def jit(fn: Any = None, **_: Any) -> Any:
+            """Return an unlaunchable kernel in place of `fn`."""
+            return _Kernel(fn.__name__) if fn is not None else lambda f: _Kernel(f.__name__)
+
+        @staticmethod
+        def cdiv(a: int, b: int) -> int:
+            """Return a / b rounded up."""
+            return -(-a // b)
+
+        @staticmethod
+        def next_power_of_2(n: int) -> int:
+            """Return the smallest power of two that is at least `n`."""
+            return 1 << max(n - 1, 0).bit_length()
+
+    class _LanguageStandIn:
+        """The names of `triton.language` that appear in kernel signatures and module constants."""
+
+        class constexpr:
+            """Holds a compile-time constant."""
+
+            def __init__(self, value: Any = None) -> None:
+                self.value = value
+
+    triton = _TritonStandIn()
+    tl = _LanguageStandIn()
+
+__all__ = ["HAS_TRITON", "tl", "triton"]

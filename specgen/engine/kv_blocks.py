@@ -1,0 +1,178 @@
+"""KV blocks: who owns which, and which of them can be reused by prefix.
+
+Knows block numbers, reference counts and hashes; nothing of tensors. Block 0 is the null block: it is never handed out,
+block tables are filled with it, and a slot in it is never written.
+
+A block of the draft layers' KV depends on the token that follows the block (position p of an MTP layer embeds token p+1),
+so a full block is hashed together with its following token, and published once that token is known and verified.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+
+from specgen.engine.request import Request
+
+NULL_BLOCK = 0
+
+
+def hash_block(parent: bytes, token_ids: list[int], start: int, block_size: int) -> bytes:
+    """16-byte hash of the block at `start`: its predecessor's hash, its tokens and the one token after them."""
+    tokens = array("q", token_ids[start : start + block_size + 1])
+    assert len(tokens) == block_size + 1
+    return hashlib.blake2b(parent + tokens.tobytes(), digest_size=16).digest()
+
+
+class BlockPool:
+    """Reference-counted blocks with an LRU free list; free blocks keep their hash until they are handed out again."""
+
+    def __init__(self, num_blocks: int) -> None:
+        """A pool of `num_blocks` blocks, the null block included."""
+        self.num_blocks = num_blocks
+        self.ref_counts = [0] * num_blocks
+        self.block_hash: dict[int, bytes] = {}
+        self.cached: dict[bytes, int] = {}
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that nobody holds (some may still be found by hash)."""
+        return len(self._free)
+
+    def allocate(self, num: int) -> list[int]:
+        """`num` blocks with one reference each, least recently used first. The caller checked `num_free_blocks`."""
+        blocks = [self._free.popitem(last=False)[0] for _ in range(num)]
+        for block in blocks:
+            self._forget(block)
+            self.ref_counts[block] = 1
+        return blocks
+
+    def touch(self, blocks: list[int]) -> None:
+        """Takes one more reference on blocks found by hash."""
+        for block in blocks:
+            if self.ref_counts[block] == 0:
+                del self._free[block]
+            self.ref_counts[block] += 1
+
+    def free(self, blocks: list[int]) -> None:
+        """Gives back one reference of each block, the last block first, so that a prefix outlives its continuation."""
+        for block in reversed(blocks):
+            self.ref_counts[block] -= 1
+            if self.ref_counts[block] == 0:
+                self._free[block] = None
+                if block not in self.block_hash:
+                    self._free.move_to_end(block, last=False)
+
+    def publish(self, block: int, block_hash: bytes) -> None:
+        """Makes a full, verified block findable; the first block with a hash stays."""
+        if block_hash not in self.cached and block not in self.block_hash:
+            self.cached[block_hash] = block
+            self.block_hash[block] = block_hash
+
+    def _forget(self, block: int) -> None:
+        block_hash = self.block_hash.pop(block, None)
+        if block_hash is not None:
+            del self.cached[block_hash]
+
+
+class KVBlockManager:
+    """Block tables of the requests over one pool, and the prefix cache."""
+
+    def __init__(self, num_blocks: int, block_size: int, max_model_len: int, enable_prefix_caching: bool) -> None:
+        """`num_blocks` includes the null block; lengths are in tokens."""
+        self.block_size = block_size
+        self.max_model_len = max_model_len
+        self.enable_prefix_caching = enable_prefix_caching
+        self.pool = BlockPool(num_blocks)
+        self._tables: dict[int, list[int]] = {}
+        self._hashes: dict[int, list[bytes]] = {}
+
+    def block_ids(self, request: Request) -> list[int]:
+        """The request's blocks, in token order."""
+        return self._tables.get(request.request_id, [])
+
+    def max_request_tokens(self) -> int:
+        """Tokens that one request can have computed when it owns the whole pool."""
+        return (self.pool.num_blocks - 1) * self.block_size
+
+    def match_prefix(self, request: Request) -> int:
+        """Gives the request the cached blocks of its longest known prefix; returns the tokens they hold.
+
+        At most `num_tokens - 1`, since a block is matched together with the token after it: one token is left to compute.
+        """
+        assert not self._tables.get(request.request_id)
+        self._tables[request.request_id] = []
+        self._hashes[request.request_id] = []
+        if not self.enable_prefix_caching:
+            return 0
+        blocks: list[int] = []
+        hashes: list[bytes] = []
+        parent = b""
+        for start in range(0, request.num_tokens - self.block_size, self.block_size):
+            parent = hash_block(parent, request.token_ids, start, self.block_size)
+            block = self.pool.cached.get(parent)
+            if block is None:
+                break
+            blocks.append(block)
+            hashes.append(parent)
+        self.pool.touch(blocks)
+        self._tables[request.request_id] = blocks
+        self._hashes[request.request_id] = hashes
+        return len(blocks) * self.block_size
+
+    def allocate_slots(self, request: Request, num_new_tokens: int, num_lookahead_tokens: int) -> list[int] | None:
+        """Slots for computed + new + lookahead tokens, capped at the model's limit; returns the blocks added.
+
+        None, and nothing taken, when the pool has too few free blocks.
+        """
+        table = self._tables.setdefault(request.request_id, [])
+        num_slots = min(request.num_computed_tokens + num_new_tokens + num_lookahead_tokens, self.max_model_len)
+        num_needed = -(-num_slots // self.block_size) - len(table)
+        if num_needed <= 0:
+            return []
+        if num_needed > self.pool.num_free_blocks:
+            return None
+        blocks = self.pool.allocate(num_needed)
+        table.extend(blocks)
+        return blocks
+
+    def num_slots(self, request: Request) -> int:
+        """Slots that the request's blocks hold."""
+        return len(self.block_ids(request)) * self.block_size
+
+    def publish(self, request: Request, num_verified_tokens: int) -> None:
+        """Makes the request's full blocks findable: KV of `num_verified_tokens` tokens is final, the next token is known."""
+        if not self.enable_prefix_caching:
+            return
+        hashes = self._hashes.setdefault(request.request_id, [])
+        table = self._tables[request.request_id]
+        last = min(num_verified_tokens, request.num_tokens - 1) // self.block_size
+        for i in range(len(hashes), last):
+            parent = hashes[-1] if hashes else b""
+            hashes.append(hash_block(parent, request.token_ids, i * self.block_size, self.block_size))
+            self.pool.publish(table[i], hashes[-1])
+
+    def free(self, request: Request) -> None:
+        """Gives back all blocks of the request."""
+        self.pool.free(self._tables.pop(request.request_id, []))
+        self._hashes.pop(request.request_id, None)
+
+    def check(self) -> None:
+        """Raises AssertionError unless free + owned = all, and references equal the tables that hold a block."""
+        pool = self.pool
+        counts = [0] * pool.num_blocks
+        for table in self._tables.values():
+            assert len(set(table)) == len(table), "a block is twice in one table"
+            for block in table:
+                counts[block] += 1
+        assert counts == pool.ref_counts, "reference counts differ from the tables"
+        assert counts[NULL_BLOCK] == 0, "the null block is owned"
+        free = set(pool._free)
+        owned = {block for block in range(pool.num_blocks) if counts[block]}
+        assert not free & owned, "a block is free and owned"
+        assert len(free) + len(owned) + 1 == pool.num_blocks, "a block is lost"
+        for block_hash, block in pool.cached.items():
+            assert pool.block_hash[block] == block_hash, "the hash index disagrees"
+        assert len(pool.cached) == len(pool.block_hash), "the hash index disagrees"

@@ -1,0 +1,112 @@
+"""What the engine is asked for, what it answers, and the state of one request in between.
+
+Knows tokens and counts. Does not know text, rows of files, or devices.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from specgen.sampling_params import SamplingParams
+from specgen.stats import SpecStats
+
+EOS_NAME = "<eos>"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One prompt to continue. `seed` is the row's 64-bit noise seed; `request_id` is unique within an engine."""
+
+    request_id: int
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+
+
+class EngineOutput(NamedTuple):
+    """Tokens that a request gained in a step; with `finish_reason` it is the request's last output.
+
+    `finish_reason` is "stop" | "length" | "error" | "abort" | None; `stop` is "<eos>" or the stop token id.
+    `stats` is set on the last output only.
+    """
+
+    request_id: int
+    new_token_ids: list[int]
+    finish_reason: str | None = None
+    stop: str | int | None = None
+    stats: SpecStats | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None
+
+
+class Status(enum.Enum):
+    """Where a request stands. A preempted request is WAITING again."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request inside the engine.
+
+    State of the token axis (K drafts scheduled, a step in flight):
+
+        0 ........ num_prompt ........ num_tokens | placeholders: promised by steps in flight
+        [ prompt  ][ output           ][ ? ? ? ? ]
+        [ num_computed_tokens: optimistic, as if all drafts in flight were accepted ]
+    """
+
+    request_id: int
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    max_tokens: int
+    stop_ids: frozenset[int]
+    token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    spec_token_ids: list[int] = field(default_factory=list)
+    num_output_placeholders: int = 0
+    num_steps_in_flight: int = 0
+    num_sampling_steps_in_flight: int = 0
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0
+    num_lookahead_slots: int = 0
+    slot: int = -1
+    status: Status = Status.WAITING
+    finish_reason: str | None = None
+    stop: str | int | None = None
+    stats: SpecStats = field(default_factory=SpecStats)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Committed tokens: prompt and output."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Committed output tokens."""
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def num_tokens_with_spec(self) -> int:
+        """Committed tokens and drafts still to be verified."""
+        return len(self.token_ids) + len(self.spec_token_ids)
+
+    @property
+    def num_tokens_left(self) -> int:
+        """Upper bound of the tokens that a step scheduled now can still add (each step in flight adds at least one)."""
+        return self.max_tokens - self.num_output_tokens - self.num_sampling_steps_in_flight
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the last output was made."""
+        return self.status is Status.FINISHED

@@ -1,0 +1,378 @@
+"""Decides in each step which requests get how many tokens, and takes the step's results back.
+
+Knows requests, counts and blocks; nothing of tensors or text. There is no prefill or decode phase: a step gives a request
+the tokens that its computed count lacks, `num_tokens_with_spec + placeholders - num_computed_tokens`, within the budget.
+
+Order is first come, first served: running before waiting; the youngest running request is preempted when blocks run out,
+and recomputed later. Drafts shrink before anybody is preempted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from specgen.engine.kv_blocks import KVBlockManager
+from specgen.engine.request import EOS_NAME, EngineOutput, EngineRequest, Request, Status
+from specgen.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of a step. `num_speculative_tokens` is K; `num_draft_layers` is 0 without speculation."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    num_speculative_tokens: int
+    num_draft_layers: int
+    async_scheduling: bool
+    eos_token_ids: frozenset[int]
+
+
+class NewRow(NamedTuple):
+    """What the worker needs when a request takes a slot. `token_ids` is the prompt and, after preemption, the output."""
+
+    slot: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    seed: int
+    num_computed_tokens: int
+    kv_start: int
+
+
+class ScheduledRow(NamedTuple):
+    """A request's part of a step: `num_tokens` inputs, the last `num_draft_tokens` of them drafts.
+
+    `new_blocks` go into the block table from index `first_block` on. `num_verified_after` is the count of tokens whose KV
+    is final after the step if no draft is accepted. `epoch` tells whether the request was preempted since.
+    """
+
+    request_id: int
+    slot: int
+    num_tokens: int
+    num_draft_tokens: int
+    samples: bool
+    new_blocks: list[int]
+    first_block: int
+    epoch: int
+    num_verified_after: int
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    """One step: rows in batch order, and how many drafts are of use after it (`num_spec_tokens`)."""
+
+    rows: list[ScheduledRow] = field(default_factory=list)
+    new_rows: list[NewRow] = field(default_factory=list)
+    num_spec_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Input tokens of the step."""
+        return sum(row.num_tokens for row in self.rows)
+
+
+class ModelRunnerOutput(NamedTuple):
+    """What a step sampled: for each row of the step, in order, its committed token ids ([] for an unfinished prefill)."""
+
+    sampled_token_ids: list[list[int]]
+
+
+class Scheduler:
+    """Owns the requests, their order, and their blocks."""
+
+    def __init__(self, config: SchedulerConfig, kv: KVBlockManager) -> None:
+        """An empty schedule over the blocks of `kv`."""
+        self.config = config
+        self.kv = kv
+        self.requests: dict[int, Request] = {}
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+
+    def has_requests(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self.requests)
+
+    def has_schedulable(self) -> bool:
+        """Whether a schedule made now could hold a row; what has all its tokens promised by steps in flight does not count."""
+        return bool(self.waiting) or any(self._num_new_tokens(r, 1) for r in self.running)
+
+    def add_request(self, new: EngineRequest) -> EngineOutput | None:
+        """Queues the request; a request that can never fit gets its error output at once."""
+        limit = self.config.max_model_len
+        num_prompt = len(new.prompt_token_ids)
+        if num_prompt == 0:
+            return EngineOutput(new.request_id, [], "error", error="the prompt has no tokens")
+        if num_prompt >= limit:
+            message = f"the prompt has {num_prompt} tokens; the limit is {limit} for prompt and answer together"
+            return EngineOutput(new.request_id, [], "error", error=message)
+        max_tokens = min(new.params.max_tokens or limit, limit - num_prompt)
+        num_needed, num_held = num_prompt + max_tokens - 1, self.kv.max_request_tokens()
+        if num_needed > num_held:
+            message = (
+                f"the row may need KV slots for {num_needed} tokens and the whole pool has {num_held}; "
+                "lower max_tokens or engine.max_model_len, or give the pool more blocks"
+            )
+            return EngineOutput(new.request_id, [], "error", error=message)
+        assert new.request_id not in self.requests, "request ids are unique"
+        request = Request(
+            request_id=new.request_id,
+            prompt_token_ids=new.prompt_token_ids,
+            params=new.params,
+            seed=new.seed,
+            max_tokens=max_tokens,
+            stop_ids=frozenset(new.params.stop_token_ids),
+            token_ids=list(new.prompt_token_ids),
+        )
+        self.requests[request.request_id] = request
+        self.waiting.append(request)
+        return None
+
+    def abort(self, request_id: int) -> EngineOutput | None:
+        """Ends a request; None when it is not (or no longer) known."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return None
+        self._finish(request, "abort", None)
+        return self._output(request, [])
+
+    # schedule
+
+    def schedule(self) -> SchedulerOutput:
+        """The next step. Counts advance as if all its drafts were accepted; `update_from_output` corrects them."""
+        out = SchedulerOutput()
+        budget, any_preempted = self._schedule_running(out, self.config.max_num_batched_tokens)
+        if not any_preempted:
+            self._schedule_waiting(out, budget)
+        return out
+
+    def _schedule_running(self, out: SchedulerOutput, budget: int) -> tuple[int, bool]:
+        any_preempted = False
+        i = 0
+        while i < len(self.running) and budget > 0:
+            request = self.running[i]
+            num_new = self._num_new_tokens(request, budget)
+            if num_new == 0:
+                i += 1
+                continue
+            while (row := self._try_allocate(request, num_new)) is None:
+                victim = self.running[-1]
+                self._preempt(victim)
+                any_preempted = True
+                if victim is request:
+                    return budget, True
+            budget -= row.num_tokens
+            self._take(request, row, out)
+            i += 1
+        return budget, any_preempted
+
+    def _schedule_waiting(self, out: SchedulerOutput, budget: int) -> None:
+        while self.waiting and budget > 0 and self._free_slots:
+            request = self.waiting[0]
+            if request.num_steps_in_flight:
+                return  # a step scheduled before its preemption still owes it tokens
+            num_cached = self.kv.match_prefix(request)
+            # a draft layer j > 0 reads the layer below one position back: behind a hit, recompute those without writing
+            request.num_computed_tokens = max(0, num_cached - max(0, self.config.num_draft_layers - 1))
+            num_new = min(request.num_tokens - request.num_computed_tokens, budget)
+            row = self._try_allocate(request, num_new) if self._fits(request) else None
+            if row is None:
+                self.kv.free(request)
+                request.num_computed_tokens = 0
+                return
+            self.waiting.popleft()
+            self.running.append(request)
+            request.status = Status.RUNNING
+            request.slot = self._free_slots.pop()
+            if request.num_preemptions == 0:
+                request.num_cached_tokens = num_cached
+            out.new_rows.append(
+                NewRow(
+                    request.slot,
+                    list(request.token_ids),
+                    request.num_prompt_tokens,
+                    request.params,
+                    request.seed,
+                    request.num_computed_tokens,
+                    num_cached,
+                )
+            )
+            row = row._replace(slot=request.slot, new_blocks=list(self.kv.block_ids(request)), first_block=0)
+            budget -= row.num_tokens
+            self._take(request, row, out)
+
+    def _fits(self, request: Request) -> bool:
+        """Whether all committed tokens would fit now, so that an admission does not at once cost a preemption."""
+        num_slots = request.num_tokens + 1
+        num_needed = -(-num_slots // self.kv.block_size) - len(self.kv.block_ids(request))
+        return num_needed <= self.kv.pool.num_free_blocks or not self.running
+
+    def _num_new_tokens(self, request: Request, budget: int) -> int:
+        num_left = request.num_tokens_left
+        if num_left <= 0:
+            return 0  # the steps in flight end it for certain
+        num_drafts = min(len(request.spec_token_ids), num_left - 1)
+        num_new = request.num_tokens + num_drafts + request.num_output_placeholders - request.num_computed_tokens
+        return max(0, min(num_new, budget, self.config.max_model_len - 1 - request.num_computed_tokens))
+
+    def _try_allocate(self, request: Request, num_new: int) -> ScheduledRow | None:
+        """The request's row, with as many drafts and lookahead slots as there are blocks for; None if not even one token fits."""
+        committed = request.num_tokens + request.num_output_placeholders
+        num_drafts = max(0, request.num_computed_tokens + num_new - committed)
+        samples = request.num_computed_tokens + num_new >= committed
+        num_lookahead = self._num_usable_drafts(request) if samples else 0
+        first_block = len(self.kv.block_ids(request))
+        for tokens, lookahead in ((num_new, num_lookahead), (num_new, 0), (num_new - num_drafts, 0)):
+            blocks = self.kv.allocate_slots(request, tokens, lookahead)
+            if blocks is not None:
+                num_drafts -= num_new - tokens
+                request.num_lookahead_slots = lookahead
+                verified = request.num_computed_tokens + tokens
+                return ScheduledRow(
+                    request.request_id,
+                    request.slot,
+                    tokens,
+                    num_drafts,
+                    samples,
+                    blocks,
+                    first_block,
+                    request.num_preemptions,
+                    verified,
+                )
+        return None
+
+    def _num_usable_drafts(self, request: Request) -> int:
+        """Drafts that the step after this (sampling) one can still verify."""
+        if self.config.num_draft_layers == 0:
+            return 0
+        return max(0, min(self.config.num_speculative_tokens, request.num_tokens_left - 2))
+
+    def _take(self, request: Request, row: ScheduledRow, out: SchedulerOutput) -> None:
+        """Advances the request's counts over a row that was allocated."""
+        request.num_computed_tokens += row.num_tokens
+        request.num_steps_in_flight += 1
+        request.spec_token_ids = []
+        if row.samples:
+            request.num_sampling_steps_in_flight += 1
+            request.num_output_placeholders += 1 + row.num_draft_tokens
+            num_next = request.num_lookahead_slots
+            out.num_spec_tokens = max(out.num_spec_tokens, num_next)
+            if self.config.async_scheduling:
+                request.spec_token_ids = [-1] * num_next
+        out.rows.append(row)
+
+    # results
+
+    def update_from_output(self, out: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineOutput]:
+        """Appends the sampled tokens, one by one with the stop check after each, and publishes blocks that became final."""
+        outputs = []
+        for row, sampled in zip(out.rows, result.sampled_token_ids, strict=True):
+            request = self.requests.get(row.request_id)
+            if request is None:
+                continue  # ended while the step was in flight
+            output = self._update_row(request, row, sampled)
+            if output is not None:
+                outputs.append(output)
+        return outputs
+
+    def _update_row(self, request: Request, row: ScheduledRow, sampled: list[int]) -> EngineOutput | None:
+        request.num_steps_in_flight -= 1
+        request.num_sampling_steps_in_flight -= row.samples
+        stale = row.epoch != request.num_preemptions
+        assert bool(sampled) == row.samples, "a row samples exactly when its inputs reach the last committed token"
+        num_rejected = row.num_draft_tokens - (len(sampled) - 1) if sampled else 0
+        if row.samples and not stale:
+            request.num_computed_tokens -= num_rejected
+            request.num_output_placeholders -= 1 + row.num_draft_tokens
+        kept = self._append(request, sampled)
+        if row.samples:
+            num_accepted = min(len(sampled) - 1, len(kept))
+            request.stats.observe(row.num_draft_tokens, num_accepted, len(kept))
+        if not stale:
+            self.kv.publish(request, request.num_tokens - 1 if sampled else row.num_verified_after)
+        if request.finish_reason is not None:
+            self._finish(request, request.finish_reason, request.stop)
+        return self._output(request, kept) if kept else None
+
+    def _append(self, request: Request, sampled: list[int]) -> list[int]:
+        kept = []
+        for token in sampled:
+            request.token_ids.append(token)
+            kept.append(token)
+            self._check_stop(request, token)
+            if request.finish_reason is not None:
+                break
+        return kept
+
+    def _check_stop(self, request: Request, token: int) -> None:
+        if token in self.config.eos_token_ids and not request.params.ignore_eos:
+            request.finish_reason, request.stop = "stop", EOS_NAME
+        elif token in request.stop_ids:
+            request.finish_reason, request.stop = "stop", token
+        elif request.num_output_tokens >= request.max_tokens:
+            request.finish_reason = "length"
+
+    def update_draft_token_ids(self, out: SchedulerOutput, drafts: list[list[int]]) -> None:
+        """Takes the drafts proposed after step `out` (synchronous mode): a list a row, -1 and what follows it dropped."""
+        for row, row_drafts in zip(out.rows, drafts, strict=True):
+            request = self.requests.get(row.request_id)
+            if request is None or request.status is not Status.RUNNING or not row.samples:
+                continue
+            usable = row_drafts[: request.num_lookahead_slots]
+            request.spec_token_ids = usable[: usable.index(-1)] if -1 in usable else usable
+
+    # ends
+
+    def _preempt(self, request: Request) -> None:
+        assert self.running[-1] is request
+        self.running.pop()
+        self._release(request)
+        request.status = Status.WAITING
+        request.num_computed_tokens = 0
+        request.num_output_placeholders = 0
+        request.spec_token_ids = []
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(request)
+
+    def _release(self, request: Request) -> None:
+        self.kv.free(request)
+        if request.slot >= 0:
+            self._free_slots.append(request.slot)
+            request.slot = -1
+
+    def _finish(self, request: Request, reason: str, stop: str | int | None) -> None:
+        if request.status is Status.RUNNING:
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
+        self._release(request)
+        request.status = Status.FINISHED
+        request.finish_reason, request.stop = reason, stop
+        del self.requests[request.request_id]
+
+    def _output(self, request: Request, new_token_ids: list[int]) -> EngineOutput:
+        if not request.is_finished:
+            return EngineOutput(request.request_id, new_token_ids)
+        return EngineOutput(
+            request.request_id,
+            new_token_ids,
+            request.finish_reason,
+            request.stop,
+            request.stats,
+            request.num_cached_tokens,
+        )
+
+    def check(self) -> None:
+        """Raises AssertionError unless blocks, slots and counts are conserved."""
+        self.kv.check()
+        slots = sorted(self._free_slots + [r.slot for r in self.running])
+        assert slots == list(range(self.config.max_num_seqs)), "a slot is lost or taken twice"
+        assert len(self.requests) == len(self.running) + len(self.waiting), "a request is in no queue, or in two"
+        for request in self.running:
+            assert request.num_computed_tokens <= self.kv.num_slots(request), "computed tokens without slots"

@@ -1,0 +1,87 @@
+"""Multi-head latent attention in its absorbed form: queries meet the cached latent itself.
+
+    q_nope · W_uk  gives a query in latent space; scores are its product with [latent; rotary key]; the weighted latents
+    go through W_uv to values. Nothing per head is cached.
+
+Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from specgen.kernels.kv_write import write_latent_kv
+from specgen.kernels.linear import batched_linear
+from specgen.kernels.mla_attention import mla_attention
+from specgen.kernels.rope import apply_rope
+from specgen.models.config import DeepseekV3Config
+from specgen.models.context import AttentionContext
+from specgen.models.layers import Linear, RMSNorm, empty_weight
+
+
+class MLAAttention(nn.Module):
+    """One layer's attention over the paged latent cache.
+
+    `qkv_a_proj` holds the products that read the layer's input: [q_a; kv_a] with a query latent, else [q; kv_a].
+    """
+
+    def __init__(self, config: DeepseekV3Config, scale: float, dtype: torch.dtype, device: torch.device) -> None:
+        """`scale` multiplies the scores (1/sqrt(head size), times YaRN's factor)."""
+        super().__init__()
+        c = config
+        self.num_heads = c.num_attention_heads
+        self.nope, self.rope, self.rank, self.value = (
+            c.qk_nope_head_dim,
+            c.qk_rope_head_dim,
+            c.kv_lora_rank,
+            c.v_head_dim,
+        )
+        self.scale = scale
+        self.interleave = c.rope_interleave
+        num_q = self.num_heads * (self.nope + self.rope)
+        self.q_size = c.q_lora_rank or num_q
+        self.qkv_a_proj = Linear(c.hidden_size, self.q_size + c.latent_size, dtype, device)
+        if c.q_lora_rank:
+            self.q_a_layernorm = RMSNorm(c.q_lora_rank, c.rms_norm_eps, dtype, device)
+            self.q_b_proj = Linear(c.q_lora_rank, num_q, dtype, device)
+        self.has_q_lora = bool(c.q_lora_rank)
+        self.kv_a_layernorm = RMSNorm(self.rank, c.rms_norm_eps, dtype, device)
+        self.w_uk = empty_weight(self.num_heads, self.rank, self.nope, dtype=dtype, device=device)
+        self.w_uv = empty_weight(self.num_heads, self.value, self.rank, dtype=dtype, device=device)
+        self.o_proj = Linear(self.num_heads * self.value, c.hidden_size, dtype, device)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        context: AttentionContext,
+        kv_cache: torch.Tensor,
+        cos_sin: torch.Tensor,
+        key_start: int,
+    ) -> torch.Tensor:
+        """`[T, hidden] -> [T, hidden]`; writes the tokens' KV to `kv_cache [blocks, block_size, latent]` first."""
+        num_tokens = hidden.shape[0]
+        q, kv_c, k_pe = self.qkv_a_proj(hidden).split([self.q_size, self.rank, self.rope], dim=-1)
+        if self.has_q_lora:
+            q = self.q_b_proj(self.q_a_layernorm(q.contiguous()))
+        q = q.reshape(num_tokens, self.num_heads, self.nope + self.rope)
+        q_nope, q_pe = q.split([self.nope, self.rope], dim=-1)
+        kv_c = self.kv_a_layernorm(kv_c.contiguous())
+        q_pe, k_pe = apply_rope(q_pe, k_pe.contiguous(), context.positions, cos_sin, self.interleave)
+        write_latent_kv(kv_c, k_pe, context.slot_mapping, kv_cache)
+        q_latent = torch.cat([batched_linear(q_nope.contiguous(), self.w_uk), q_pe], dim=-1)
+        latent = mla_attention(
+            q_latent,
+            kv_cache,
+            context.block_tables,
+            context.idx_mapping,
+            context.query_start_loc,
+            context.seq_lens,
+            self.rank,
+            self.scale,
+            context.max_query_len,
+            context.max_seq_len,
+            key_start,
+        )
+        out = batched_linear(latent, self.w_uv)
+        return self.o_proj(out.reshape(num_tokens, self.num_heads * self.value))

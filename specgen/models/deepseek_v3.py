@@ -1,0 +1,126 @@
+"""DeepSeek-V3: MLA, dense first layers, then sigmoid-routed experts with shared ones beside them.
+
+Source: DeepSeek-V3 technical report, arXiv 2412.19437, section 2.1. Knows nothing of drafts; `mtp.py` reuses the layer.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from specgen.kernels.linear import linear
+from specgen.kernels.moe_experts import moe_experts
+from specgen.kernels.moe_routing import route
+from specgen.models.attention import MLAAttention
+from specgen.models.config import DeepseekV3Config
+from specgen.models.context import AttentionContext
+from specgen.models.layers import MLP, Embedding, Linear, RMSNorm, empty_weight
+from specgen.models.rope_table import rope_table
+
+
+class MoE(nn.Module):
+    """Top-k of the routed experts by biased sigmoid scores, plus the shared experts. The router computes in float32."""
+
+    def __init__(self, config: DeepseekV3Config, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        c = config
+        self.config = c
+        num_experts, inner = c.n_routed_experts, c.moe_intermediate_size
+        self.gate = empty_weight(num_experts, c.hidden_size, dtype=torch.float32, device=device)
+        self.correction_bias = empty_weight(num_experts, dtype=torch.float32, device=device)
+        self.w13 = empty_weight(num_experts, 2 * inner, c.hidden_size, dtype=dtype, device=device)
+        self.w2 = empty_weight(num_experts, c.hidden_size, inner, dtype=dtype, device=device)
+        self.shared_experts = MLP(c.hidden_size, inner * c.n_shared_experts, dtype, device) if c.n_shared_experts else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[T, H] -> [T, H]`."""
+        c = self.config
+        weights, ids = route(
+            linear(x.float(), self.gate),
+            self.correction_bias,
+            c.num_experts_per_tok,
+            c.n_group,
+            c.topk_group,
+            c.norm_topk_prob,
+            c.routed_scaling_factor,
+        )
+        routed = moe_experts(x, weights, ids, self.w13, self.w2)
+        return routed if self.shared_experts is None else routed + self.shared_experts(x)
+
+
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward, each behind a norm, with the residual carried beside the hidden states."""
+
+    def __init__(
+        self, config: DeepseekV3Config, layer: int, scale: float, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.self_attn = MLAAttention(config, scale, dtype, device)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.mlp: MoE | MLP
+        if config.is_moe_layer(layer):
+            self.mlp = MoE(config, dtype, device)
+        else:
+            self.mlp = MLP(config.hidden_size, config.intermediate_size, dtype, device)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        context: AttentionContext,
+        kv_cache: torch.Tensor,
+        cos_sin: torch.Tensor,
+        key_start: int = 0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(hidden, residual)`, each `[T, H]`; their sum is the layer's output. `residual` None: `hidden` is all of it."""
+        if residual is None:
+            hidden, residual = self.input_layernorm(hidden), hidden
+        else:
+            hidden, residual = self.input_layernorm.add(hidden, residual)
+        hidden = self.self_attn(hidden, context, kv_cache, cos_sin, key_start)
+        hidden, residual = self.post_attention_layernorm.add(hidden, residual)
+        return self.mlp(hidden), residual
+
+
+class Rotary(nn.Module):
+    """The cos and sin table shared by all layers, and the factor it puts on the attention scale."""
+
+    cos_sin: torch.Tensor
+
+    def __init__(self, config: DeepseekV3Config, max_positions: int, device: torch.device) -> None:
+        super().__init__()
+        table, factor = rope_table(config.qk_rope_head_dim, max_positions, config.rope_theta, config.rope_scaling)
+        self.register_buffer("cos_sin", table.to(device), persistent=False)
+        self.scale = factor * (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
+
+
+class DeepseekV3ForCausalLM(nn.Module):
+    """The target: token ids to final-normed hidden states, and those to logits where they are wanted."""
+
+    def __init__(
+        self, config: DeepseekV3Config, max_positions: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Unset weights in `dtype` on `device`; `max_positions` is the length of the rotary table."""
+        super().__init__()
+        self.config = config
+        self.rotary = Rotary(config, max_positions, device)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, device)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, i, self.rotary.scale, dtype, device) for i in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype, device)
+
+    def forward(self, input_ids: torch.Tensor, context: AttentionContext, kv_caches: torch.Tensor) -> torch.Tensor:
+        """`input_ids [T] int64`, `kv_caches [layers, blocks, block_size, latent]` -> hidden after the final norm `[T, H]`."""
+        hidden: torch.Tensor = self.embed_tokens(input_ids)
+        residual: torch.Tensor | None = None
+        for i, layer in enumerate(self.layers):
+            hidden, residual = layer(hidden, residual, context, kv_caches[i], self.rotary.cos_sin)
+        assert residual is not None
+        return self.norm.add(hidden, residual)[0]
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[N, H] -> [N, vocab] float32`."""
+        return self.lm_head(hidden).float()

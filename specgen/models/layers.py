@@ -1,0 +1,73 @@
+"""The plain layers: each a weight and one op of `specgen.kernels`."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from specgen.kernels.linear import linear
+from specgen.kernels.rms_norm import rms_norm
+from specgen.kernels.silu_mul import silu_mul
+
+
+def empty_weight(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """An unset weight; the loader fills every element or refuses the checkpoint."""
+    return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device), requires_grad=False)
+
+
+class Linear(nn.Module):
+    """Product with `weight [out, in]`, no bias; a row's bits do not depend on how many rows there are."""
+
+    def __init__(self, num_in: int, num_out: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = empty_weight(num_out, num_in, dtype=dtype, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[T, in] -> [T, out]`."""
+        return linear(x, self.weight)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, with the residual sum in front of it where one is given."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = empty_weight(size, dtype=dtype, device=device)
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[T, H] -> [T, H]`."""
+        out = rms_norm(x, self.weight, self.eps)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of `x + residual`, and that sum, each `[T, H]`."""
+        out = rms_norm(x, self.weight, self.eps, residual)
+        assert isinstance(out, tuple)
+        return out
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) * up(x)), gate and up in one product."""
+
+    def __init__(self, hidden_size: int, inner_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.gate_up_proj = Linear(hidden_size, 2 * inner_size, dtype, device)
+        self.down_proj = Linear(inner_size, hidden_size, dtype, device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[T, H] -> [T, H]`."""
+        return self.down_proj(silu_mul(self.gate_up_proj(x)))
+
+
+class Embedding(nn.Module):
+    """Token embeddings `weight [vocab, hidden]`. Placeholder ids (< 0) read row 0: what they give is never used."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = empty_weight(vocab_size, hidden_size, dtype=dtype, device=device)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """`[T] int64 -> [T, H]`."""
+        return self.weight[input_ids.clamp(min=0)]

@@ -1,0 +1,102 @@
+"""DeepSeek's multi-token prediction layers: they draft the tokens after the next one.
+
+Layer j at position p reads the embedding of token p+1 and a hidden state from position p (layer 0: the target's, after
+its final norm) or p-1 (layer j > 0: layer j-1's output), and predicts token p+2. The hidden states that go on are the
+layer's own after `shared_head.norm`, the same ones that its logits are made from.
+
+Properties of the family: the embedding comes first in the projection; at position 0 it is masked with zeros; layer j has
+no entry at positions below j.
+
+Source: DeepSeek-V3 technical report, arXiv 2412.19437, section 2.2 (with positions counted from the layer below).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from specgen.models.config import DeepseekV3Config
+from specgen.models.context import AttentionContext
+from specgen.models.deepseek_v3 import DecoderLayer, DeepseekV3ForCausalLM
+from specgen.models.layers import Embedding, Linear, RMSNorm
+
+
+class MTPLayer(nn.Module):
+    """Two norms, a projection 2H -> H, one decoder layer, and the norm before the head."""
+
+    mask_first_embedding = True
+
+    def __init__(
+        self, config: DeepseekV3Config, index: int, scale: float, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.index = index
+        self.enorm = RMSNorm(size, eps, dtype, device)
+        self.hnorm = RMSNorm(size, eps, dtype, device)
+        self.eh_proj = Linear(2 * size, size, dtype, device)
+        self.mtp_block = DecoderLayer(config, config.num_hidden_layers + index, scale, dtype, device)
+        self.shared_head_norm = RMSNorm(size, eps, dtype, device)
+
+    def forward(
+        self,
+        embedding: torch.Tensor,
+        previous: torch.Tensor,
+        context: AttentionContext,
+        kv_cache: torch.Tensor,
+        cos_sin: torch.Tensor,
+    ) -> torch.Tensor:
+        """`embedding`, `previous` `[T, H]` -> the normed hidden states `[T, H]`, for the head and for the next layer."""
+        if self.mask_first_embedding:
+            embedding = embedding.masked_fill((context.positions == 0).unsqueeze(-1), 0)
+        hidden = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(previous)], dim=-1))
+        hidden, residual = self.mtp_block(hidden, None, context, kv_cache, cos_sin, key_start=self.index)
+        return self.shared_head_norm.add(hidden, residual)[0]
+
+
+class DeepseekMTP(nn.Module):
+    """The draft layers, with the target's embedding and head unless the checkpoint has own ones."""
+
+    def __init__(
+        self,
+        target: DeepseekV3ForCausalLM,
+        num_layers: int,
+        own_embedding: bool,
+        own_heads: frozenset[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`num_layers` of the checkpoint's draft layers; `own_heads` names those that bring a head."""
+        super().__init__()
+        config = target.config
+        self.cos_sin = target.rotary.cos_sin
+        self.layers = nn.ModuleList(
+            MTPLayer(config, i, target.rotary.scale, dtype, device) for i in range(num_layers)
+        )
+        self.embed_tokens = (
+            Embedding(config.vocab_size, config.hidden_size, dtype, device) if own_embedding else target.embed_tokens
+        )
+        self.heads = nn.ModuleList(
+            Linear(config.hidden_size, config.vocab_size, dtype, device) if i in own_heads else target.lm_head
+            for i in range(num_layers)
+        )
+
+    @property
+    def num_layers(self) -> int:
+        """Draft layers; draft step s runs layer s mod this."""
+        return len(self.layers)
+
+    def forward(
+        self,
+        layer: int,
+        input_ids: torch.Tensor,
+        previous: torch.Tensor,
+        context: AttentionContext,
+        kv_cache: torch.Tensor,
+    ) -> torch.Tensor:
+        """Layer `layer` over `input_ids [T] int64` (the tokens after the positions) -> hidden `[T, H]`."""
+        return self.layers[layer](self.embed_tokens(input_ids), previous, context, kv_cache, self.cos_sin)
+
+    def compute_logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """`[N, H] -> [N, vocab] float32`."""
+        return self.heads[layer](hidden).float()

@@ -1,0 +1,167 @@
+"""Text to token ids and back, over the `tokenizers` library and a model folder's tokenizer.json.
+
+Knows whether a prompt gets a BOS token (decided once, when it is made), which ids end a row, and how to turn ids into text
+piece by piece. Does not know chat templates.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+from tokenizers.decoders import DecodeStream
+
+from specgen.errors import ModelError, RowError
+
+
+class Tokenizer:
+    """A model folder's tokenizer with its BOS policy.
+
+    The ids put in front of a prompt are those that the tokenizer's own post-processor puts there; if BOS is not among
+    them and tokenizer_config.json says `add_bos_token`, BOS too. A prompt that begins with BOS already gets nothing.
+    What a post-processor would put behind the text (an EOS, say) is left out: a prompt is to be continued.
+
+    vocab_size: ids the tokenizer knows. bos_token_id: None if there is none. prefix_ids: put in front of a prompt.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Load tokenizer.json of `folder`.
+
+        Raises: ModelError if it is missing or broken.
+        """
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError("the model has no tokenizer.json", where=str(folder))
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise ModelError(f"tokenizer.json cannot be read: {error}", where=str(folder)) from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        config = read_json(folder / "tokenizer_config.json")
+        self.vocab_size: int = self._tokenizer.get_vocab_size()
+        self.bos_token_id = self._bos_token_id(config, read_json(folder / "config.json"))
+        self.prefix_ids = self._post_processor_prefix()
+        if self.bos_token_id is not None and config.get("add_bos_token") is True:
+            if self.bos_token_id not in self.prefix_ids:
+                self.prefix_ids = [self.bos_token_id, *self.prefix_ids]
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a prompt, BOS included where the model's tokenizer wants it.
+
+        Raises: RowError if the text is not Unicode (a lone surrogate).
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise RowError("the prompt holds half of a surrogate pair, which is no text", code="bad_text") from None
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if ids and ids[0] == self.bos_token_id:
+            return ids
+        return self.prefix_ids + ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of the ids without special tokens; broken UTF-8 gives U+FFFD, unknown ids nothing."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+    def token_to_id(self, token: str) -> int | None:
+        """Return the id of a token's text, None if it is no token."""
+        token_id: int | None = self._tokenizer.token_to_id(token)
+        return token_id
+
+    def new_stream(self) -> "TextStream":
+        """Return a decoder for the ids of one row."""
+        return TextStream(self, self._tokenizer)
+
+    def _bos_token_id(self, tokenizer_config: dict[str, object], config: dict[str, object]) -> int | None:
+        token = _token_text(tokenizer_config.get("bos_token"))
+        if token is not None:
+            return self.token_to_id(token)
+        number = config.get("bos_token_id")
+        return number if isinstance(number, int) and not isinstance(number, bool) else None
+
+    def _post_processor_prefix(self) -> list[int]:
+        plain = self._tokenizer.encode("a", add_special_tokens=False).ids
+        full = self._tokenizer.encode("a", add_special_tokens=True).ids
+        for start in range(len(full) - len(plain) + 1):
+            if full[start : start + len(plain)] == plain:
+                return list(full[:start])
+        return []
+
+
+class TextStream:
+    """Decodes one row's ids as they come: the pushed pieces and the last one joined are what `decode` gives for all.
+
+    A piece never holds half a character: bytes wait until the character is whole, or until `finish`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, backend: tokenizers.Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._backend = backend
+        self._stream: DecodeStream | None = DecodeStream(skip_special_tokens=True)
+        self._token_ids: list[int] = []
+        self._pieces: list[str] = []
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Take more ids and return the text that is certain now, maybe none."""
+        self._token_ids.extend(token_ids)
+        if self._stream is None:
+            return ""
+        piece = ""
+        try:
+            for token_id in token_ids:
+                piece += self._stream.step(self._backend, token_id) or ""
+        except Exception:  # the library refuses some sequences of broken bytes: all that is left comes with finish()
+            self._stream = None
+        self._pieces.append(piece)
+        return piece
+
+    def finish(self) -> str:
+        """Return the text that was still held back; the row is over."""
+        whole = self._tokenizer.decode(self._token_ids)
+        given = "".join(self._pieces)
+        self._pieces = [whole]
+        return whole[len(given) :] if whole.startswith(given) else ""
+
+    @property
+    def text(self) -> str:
+        """The text so far; after `finish`, exactly `decode` of all ids."""
+        return "".join(self._pieces)
+
+
+def eos_token_ids(folder: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the ids that end a row, sorted: the union of what config, generation_config and the tokenizer declare."""
+    found: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        declared = read_json(folder / name).get("eos_token_id")
+        for token_id in declared if isinstance(declared, list) else [declared]:
+            if isinstance(token_id, int) and not isinstance(token_id, bool):
+                found.add(token_id)
+    token = _token_text(read_json(folder / "tokenizer_config.json").get("eos_token"))
+    token_id = tokenizer.token_to_id(token) if token is not None else None
+    if token_id is not None:
+        found.add(token_id)
+    return tuple(sorted(found))
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """Return the object in a JSON file of a model folder, {} if there is no such file.
+
+    Raises: ModelError if it is not a JSON object.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path.name} cannot be read: {error}", where=str(path.parent)) from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path.name} is not a JSON object", where=str(path.parent))
+    return content
+
+
+def _token_text(declared: object) -> str | None:
+    if isinstance(declared, dict):  # an AddedToken written out
+        declared = declared.get("content")
+    return declared if isinstance(declared, str) else None

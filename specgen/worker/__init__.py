@@ -1,0 +1,1 @@
+"""Runs what the scheduler decided: the only place with device state."""
