@@ -1,7 +1,7 @@
 """Draws one token a row by the Gumbel-max rule, from noise that is a pure function of (seed, position, token id).
 
-Knows: logits that are processed and divided by the temperature, and how noise is keyed. Doesn't know requests, filters or
-drafts: target and drafter call the same function with the same key, which is what makes their picks agree.
+Knows: logits that are processed and divided by the temperature, and how noise is keyed. Doesn't know requests,
+filters or drafts: target and drafter call the same function with the same key, which is what makes their picks agree.
 
 Noise: h = MurmurHash3 x86-32 of the words (seed low, seed high, position low, token id), state 0 at the start;
 u = (h + 0.5) / 2^32; g = -log(-log(1 - u)). The twin evaluates g in float64 and rounds to float32; the kernel works in
@@ -30,9 +30,10 @@ def gumbel_sample(
 ) -> torch.Tensor:
     """Return each row's argmax of logits + g(seed, position, token); ties go to the lowest id.
 
-    `logits [N, V] float32` (processed, divided by T), `row_slots [N] int32` (-1 = padded: gives 0), `positions [N] int64` (of
-    the row's input token), `seeds [R] int64`, `temperature [R] float32` (0 = plain argmax). NaN counts as -inf; a row with no
-    finite logit gives 0. Result `[N] int64`. Raises: ValueError on a wrong dtype, shape or layout.
+    `logits [N, V] float32` (processed, divided by T), `row_slots [N] int32` (-1 = padded: gives 0), `positions [N]
+    int64` (of the row's input token), `seeds [R] int64`, `temperature [R] float32` (0 = plain argmax). NaN counts as
+    -inf; a row with no finite logit gives 0. Result `[N] int64`. Raises: ValueError on a wrong dtype, shape or
+    layout.
     Source: Maddison et al., arXiv 1411.0030 (Gumbel-max).
     """
     num_rows = logits.shape[0]
@@ -41,9 +42,7 @@ def gumbel_sample(
     check("positions", positions, torch.int64, num_rows)
     check("seeds", seeds, torch.int64, None)
     check("temperature", temperature, torch.float32, seeds.shape[0])
-    check_same_device(
-        logits=logits, row_slots=row_slots, positions=positions, seeds=seeds, temperature=temperature
-    )
+    check_same_device(logits=logits, row_slots=row_slots, positions=positions, seeds=seeds, temperature=temperature)
     if logits.is_cuda:
         return gumbel_sample_triton(logits, row_slots, positions, seeds, temperature)
     return gumbel_sample_torch(logits, row_slots, positions, seeds, temperature)
@@ -55,7 +54,7 @@ def gumbel_sample(
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Return the noise of whole rows, `[N, vocab_size] float32`, for `seeds [N] int64` and `positions [N] int64`."""
     state = _key_state(seeds, positions)[:, None].expand(-1, vocab_size).contiguous()
-    words = _token_words(vocab_size, str(seeds.device))
+    words = _token_words(vocab_size)
     return _gumbel(_finish(state ^ words, torch.empty_like(state)))
 
 
@@ -106,7 +105,7 @@ def _sample_rows(logits: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         logits = logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
         top = logits.amax(dim=1, keepdim=True)
     in_reach = logits >= top - _NOISE_SPAN
-    words = _token_words(vocab, str(logits.device))
+    words = _token_words(vocab)
     if int(torch.count_nonzero(in_reach)) * 16 > logits.numel():
         in_reach = _could_win(logits, state, words)
     rows, ids = in_reach.nonzero(as_tuple=True)
@@ -122,9 +121,9 @@ def _sample_rows(logits: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
 def _could_win(logits: torch.Tensor, state: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     """Return a mask `[rows, V]` that holds every row's winner and, for speed, little else.
 
-    g <= -log(u), and -log2(u) is at most the straight line through its value at the powers of two, which is the exponent and
-    mantissa bits of u read as one integer: no logarithm. A token whose score under that ceiling stays below the exact
-    score of the token with the highest ceiling has lost.
+    g <= -log(u), and -log2(u) is at most the straight line through its value at the powers of two, which is the
+    exponent and mantissa bits of u read as one integer: no logarithm. A token whose score under that ceiling stays
+    below the exact score of the token with the highest ceiling has lost.
     """
     hashed = _finish(state[:, None] ^ words, scratch := torch.empty(logits.shape, dtype=torch.int32))
     half = torch.bitwise_right_shift(hashed, 1, out=scratch).bitwise_and_(0x7FFFFFFF)
@@ -166,8 +165,8 @@ def _key_state(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache(maxsize=4)
-def _token_words(vocab_size: int, device: str) -> torch.Tensor:
-    return _word(torch.arange(vocab_size, dtype=torch.int32, device=device))
+def _token_words(vocab_size: int) -> torch.Tensor:
+    return _word(torch.arange(vocab_size, dtype=torch.int32))
 
 
 def _finish(x: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
@@ -186,3 +185,121 @@ def _gumbel(hashed: torch.Tensor) -> torch.Tensor:
     unsigned = hashed.double()
     u = (torch.where(hashed < 0, unsigned + 2.0**32, unsigned) + 0.5) * 2.0**-32
     return torch.log1p(u.neg_()).neg_().log_().neg_().float()
+
+
+# --- kernel -----------------------------------------------------------------------------------------------------------
+
+_BLOCK = 1024
+
+
+@triton.jit
+def _rotate_word(x, BY: tl.constexpr):
+    return (x << BY) | (x >> (32 - BY))
+
+
+@triton.jit
+def _mix_word(state, word):
+    word = _rotate_word(word * 0xCC9E2D51, 15) * 0x1B873593
+    return _rotate_word(state ^ word, 13) * 5 + 0xE6546B64
+
+
+@triton.jit
+def _gumbel_of(seed, position, token):
+    """g(seed, position, token) for int64 scalars and a block of ids."""
+    state = _mix_word((token * 0).to(tl.uint32), (seed & 0xFFFFFFFF).to(tl.uint32))
+    state = _mix_word(state, ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32))
+    state = _mix_word(state, (position & 0xFFFFFFFF).to(tl.uint32))
+    state = _mix_word(state, token.to(tl.uint32)) ^ 16
+    state = (state ^ (state >> 16)) * 0x85EBCA6B
+    state = (state ^ (state >> 13)) * 0xC2B2AE35
+    state = state ^ (state >> 16)
+    # From 16-bit halves: float32 then holds u, and 1 - u, to its full relative precision at both ends.
+    high = (state >> 16).to(tl.float32)
+    low = (state & 0xFFFF).to(tl.float32)
+    u = high * 1.52587890625e-05 + (low + 0.5) * 2.3283064365386963e-10
+    rest = (65535.0 - high) * 1.52587890625e-05 + (65535.5 - low) * 2.3283064365386963e-10
+    # -log(1 - u) = u + u^2/2 + ... ; ten terms leave 1e-7 of it below u = 1/4.
+    series = u * 0.1 + 0.1111111111
+    series = series * u + 0.125
+    series = series * u + 0.1428571429
+    series = series * u + 0.1666666667
+    series = series * u + 0.2
+    series = series * u + 0.25
+    series = series * u + 0.3333333333
+    series = series * u + 0.5
+    series = (series * u + 1.0) * u
+    return -tl.log(tl.where(u < 0.25, series, -tl.log(rest)))
+
+
+@triton.jit
+def _block_best_kernel(
+    best_ptr,
+    best_id_ptr,
+    logits_ptr,
+    logits_stride,
+    row_slots_ptr,
+    positions_ptr,
+    seeds_ptr,
+    temperature_ptr,
+    vocab_size,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    slot = tl.load(row_slots_ptr + row).to(tl.int64)
+    if slot < 0:
+        return
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    score = tl.load(logits_ptr + row * logits_stride + token, mask=token < vocab_size, other=float("-inf"))
+    score = tl.where(score != score, float("-inf"), score)
+    if tl.load(temperature_ptr + slot) > 0.0:
+        score += _gumbel_of(tl.load(seeds_ptr + slot), tl.load(positions_ptr + row), token)
+    best, at = tl.max(score, axis=0, return_indices=True)
+    out = row * tl.num_programs(1) + block
+    tl.store(best_ptr + out, best)
+    tl.store(best_id_ptr + out, block * BLOCK + at)
+
+
+@triton.jit
+def _row_best_kernel(out_ptr, best_ptr, best_id_ptr, row_slots_ptr, num_blocks, BLOCKS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(row_slots_ptr + row) < 0:
+        tl.store(out_ptr + row, 0)
+        return
+    block = tl.arange(0, BLOCKS)
+    best = tl.load(best_ptr + row * num_blocks + block, mask=block < num_blocks, other=float("-inf"))
+    winner = tl.argmax(best, axis=0)  # blocks are in order of ids: the first of equal blocks has the lowest id
+    token = tl.load(best_id_ptr + row * num_blocks + winner)
+    tl.store(out_ptr + row, token.to(tl.int64))
+
+
+def gumbel_sample_triton(
+    logits: torch.Tensor,
+    row_slots: torch.Tensor,
+    positions: torch.Tensor,
+    seeds: torch.Tensor,
+    temperature: torch.Tensor,
+) -> torch.Tensor:
+    """Return what `gumbel_sample` returns, by a (rows x vocabulary blocks) grid and a second reduction over blocks."""
+    num_rows, vocab = logits.shape
+    out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    if num_rows == 0:
+        return out
+    num_blocks = triton.cdiv(vocab, _BLOCK)
+    best = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=logits.device)
+    best_id = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=logits.device)
+    _block_best_kernel[(num_rows, num_blocks)](
+        best,
+        best_id,
+        logits,
+        logits.stride(0),
+        row_slots,
+        positions,
+        seeds,
+        temperature,
+        vocab,
+        BLOCK=_BLOCK,
+    )
+    blocks = triton.next_power_of_2(num_blocks)
+    _row_best_kernel[(num_rows,)](out, best, best_id, row_slots, num_blocks, BLOCKS=blocks, num_warps=1)
+    return out

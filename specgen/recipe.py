@@ -232,14 +232,14 @@ def _hint_for(path: str) -> str:
     if path in KEYS:  # only from a file, which has it as one dotted key
         return f"write it as {name}: under {section}:"
     siblings = [key for key in KEYS if key.startswith(f"{section}.")]
+    last = path.rpartition(".")[2]
+    elsewhere = [key for key in KEYS if key.endswith(f".{last}")]
+    if elsewhere:
+        return f"did you mean '{checks.nearest(path, elsewhere, cutoff=0.0)}'?"
     if siblings:
         close = checks.nearest(name, [key.split(".")[1] for key in siblings])
         if close:
             return f"did you mean '{section}.{close}'?"
-    last = path.rpartition(".")[2]
-    elsewhere = [key for key in KEYS if key.endswith(f".{last}")]
-    if elsewhere:
-        return f"did you mean '{elsewhere[0]}'?"
     close = checks.nearest(path, KEYS) or checks.nearest(path, SECTIONS)
     if close:
         return f"did you mean '{close}'?"

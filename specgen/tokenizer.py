@@ -1,7 +1,7 @@
 """Text to token ids and back, over the `tokenizers` library and a model folder's tokenizer.json.
 
-Knows whether a prompt gets a BOS token (decided once, when it is made), which ids end a row, and how to turn ids into text
-piece by piece. Does not know chat templates.
+Knows whether a prompt gets a BOS token (decided once, when it is made), which ids end a row, and how to turn ids into
+text piece by piece. Does not know chat templates.
 """
 
 import json
@@ -42,9 +42,9 @@ class Tokenizer:
         self.vocab_size: int = self._tokenizer.get_vocab_size()
         self.bos_token_id = self._bos_token_id(config, read_json(folder / "config.json"))
         self.prefix_ids = self._post_processor_prefix()
-        if self.bos_token_id is not None and config.get("add_bos_token") is True:
-            if self.bos_token_id not in self.prefix_ids:
-                self.prefix_ids = [self.bos_token_id, *self.prefix_ids]
+        bos = self.bos_token_id
+        if bos is not None and bos not in self.prefix_ids and config.get("add_bos_token") is True:
+            self.prefix_ids = [bos, *self.prefix_ids]
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a prompt, BOS included where the model's tokenizer wants it.

@@ -20,7 +20,7 @@ from specgen.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of a step. `num_speculative_tokens` is K; `num_draft_layers` is 0 without speculation."""
+    """Limits of a step. `num_speculative_tokens` is K; `num_draft_layers` counts layers with KV of their own."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -46,8 +46,8 @@ class NewRow(NamedTuple):
 class ScheduledRow(NamedTuple):
     """A request's part of a step: `num_tokens` inputs, the last `num_draft_tokens` of them drafts.
 
-    `new_blocks` go into the block table from index `first_block` on. `num_verified_after` is the count of tokens whose KV
-    is final after the step if no draft is accepted. `epoch` tells whether the request was preempted since.
+    `new_blocks` go into the block table from index `first_block` on. `num_computed_after` is exact for a row that does not
+    sample, else an upper bound. `epoch` tells whether the request was preempted since.
     """
 
     request_id: int
@@ -58,7 +58,7 @@ class ScheduledRow(NamedTuple):
     new_blocks: list[int]
     first_block: int
     epoch: int
-    num_verified_after: int
+    num_computed_after: int
 
 
 @dataclass(slots=True)
@@ -232,7 +232,6 @@ class Scheduler:
             if blocks is not None:
                 num_drafts -= num_new - tokens
                 request.num_lookahead_slots = lookahead
-                verified = request.num_computed_tokens + tokens
                 return ScheduledRow(
                     request.request_id,
                     request.slot,
@@ -242,14 +241,12 @@ class Scheduler:
                     blocks,
                     first_block,
                     request.num_preemptions,
-                    verified,
+                    request.num_computed_tokens + tokens,
                 )
         return None
 
     def _num_usable_drafts(self, request: Request) -> int:
         """Drafts that the step after this (sampling) one can still verify."""
-        if self.config.num_draft_layers == 0:
-            return 0
         return max(0, min(self.config.num_speculative_tokens, request.num_tokens_left - 2))
 
     def _take(self, request: Request, row: ScheduledRow, out: SchedulerOutput) -> None:
@@ -294,7 +291,7 @@ class Scheduler:
             num_accepted = min(len(sampled) - 1, len(kept))
             request.stats.observe(row.num_draft_tokens, num_accepted, len(kept))
         if not stale:
-            self.kv.publish(request, request.num_tokens - 1 if sampled else row.num_verified_after)
+            self.kv.publish(request, request.num_tokens - 1 if sampled else row.num_computed_after)
         if request.finish_reason is not None:
             self._finish(request, request.finish_reason, request.stop)
         return self._output(request, kept) if kept else None

@@ -47,9 +47,16 @@ def load_model(
         own_embedding = prefixes[0] + "embed_tokens.weight" in checkpoint.names
         mtp = DeepseekMTP(target, num_layers, own_embedding, own_heads, dtype, device)
         plan |= plan_mtp(mtp, config, checkpoint.names)
-    first = config.num_hidden_layers
-    num_bytes = load_weights(checkpoint, plan, range(first, first + config.num_nextn_predict_layers))
+    num_bytes = load_weights(checkpoint, plan, _unused_prefixes(config, num_layers if mtp is not None else 0))
     return LoadedModel(target.eval(), mtp.eval() if mtp is not None else None, num_bytes)
+
+
+def _unused_prefixes(config: DeepseekV3Config, num_layers: int) -> tuple[str, ...]:
+    """Draft layers that are not run, and the copies of the embedding behind the first one that is."""
+    first = config.num_hidden_layers
+    unused = [f"model.layers.{first + i}." for i in range(num_layers, config.num_nextn_predict_layers)]
+    copies = [f"model.layers.{first + i}.embed_tokens." for i in range(1, num_layers)]
+    return (*unused, *copies)
 
 
 def _require_draft_layers(config: DeepseekV3Config, checkpoint: Checkpoint, num_layers: int) -> None:

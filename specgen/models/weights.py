@@ -175,8 +175,8 @@ class Checkpoint:
 
 
 @torch.no_grad()
-def load_weights(checkpoint: Checkpoint, plan: Plan, unused_layers: range) -> int:
-    """Fills every weight of the plan; returns the bytes read. Tensors of `unused_layers` (draft layers) may be left over.
+def load_weights(checkpoint: Checkpoint, plan: Plan, unused_prefixes: tuple[str, ...]) -> int:
+    """Fills every weight of the plan; returns the bytes read. Tensors named by `unused_prefixes` may be left over.
 
     Raises:
         ModelError: a tensor is missing, is not in the plan, or has another shape or an integer dtype.
@@ -186,8 +186,7 @@ def load_weights(checkpoint: Checkpoint, plan: Plan, unused_layers: range) -> in
         raise ModelError(
             f"{len(missing)} tensors are missing, the first is {missing[0]!r}", where=str(checkpoint.folder)
         )
-    skipped = tuple(f"model.layers.{i}." for i in unused_layers)
-    left = [n for n in checkpoint.names - plan.keys() if not n.startswith(skipped) and not _COMPUTED.search(n)]
+    left = [n for n in checkpoint.names - plan.keys() if not n.startswith(unused_prefixes) and not _COMPUTED.search(n)]
     if left:
         name = min(left)
         raise ModelError(f"unexpected tensor {name!r} ({len(left)} in all)", where=str(checkpoint.files[name]))

@@ -1,0 +1,163 @@
+"""The `specgen` command: its sub-commands, and the one place where errors become a message and an exit code.
+
+Exit codes: 0 done, 1 our bug, 2 recipe or input wrong, 3 finished with failed rows, 130 interrupted.
+Imports nothing heavy: each command imports what it needs when it runs.
+"""
+
+import contextlib
+import logging
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specgen import __version__
+from specgen.cli import codes
+from specgen.errors import EngineError, SpecgenError
+
+logger = logging.getLogger("specgen")
+
+app = typer.Typer(
+    help="Turns a file of prompts into a file of answers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+RecipeFile = Annotated[Path, typer.Argument(help="The recipe, a YAML file.", show_default=False)]
+InputFile = Annotated[
+    str | None, typer.Argument(help="Rows to run instead of the recipe's input.path; - is stdin.", show_default=False)
+]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one key of the recipe; may be repeated."),
+]
+
+
+class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
+    """Logs to whatever sys.stderr is at the time: a progress bar stands in for it while it is shown."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record."""
+        self.stream = sys.stderr
+        super().emit(record)
+
+
+def _set_up_logging(*, debug: bool) -> None:
+    handler = _StderrHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    logger.setLevel(logging.DEBUG if debug else logging.WARNING)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"specgen {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def specgen(
+    debug: Annotated[bool, typer.Option("--debug", help="Log more, and show the traceback of an error.")] = False,
+    _version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Turns a file of prompts into a file of answers. The text never depends on how fast it was made."""
+    _set_up_logging(debug=debug)
+
+
+@app.command()
+def run(
+    recipe: RecipeFile,
+    input_path: InputFile = None,
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", help="Where the answers go instead of output.path; - is stdout.")
+    ] = None,
+    sets: Sets = None,
+    stats: Annotated[Path | None, typer.Option(help="Write the run's statistics there, as JSON; - is stdout.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Move an old output file aside, to NAME.old.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no summary; warnings stay.")] = False,
+) -> None:
+    """Run a recipe: one output line for every input row, whatever happened to it."""
+    from specgen.cli.run import run_recipe
+
+    code = run_recipe(
+        recipe, input_path, output=output, sets=sets or (), stats_path=stats, overwrite=overwrite, quiet=quiet
+    )
+    raise typer.Exit(code)
+
+
+@app.command()
+def check(recipe: RecipeFile, input_path: InputFile = None, sets: Sets = None) -> None:
+    """Show the resolved recipe with each value's origin, and look at model and rows without loading weights."""
+    from specgen.cli.check import check_recipe
+
+    raise typer.Exit(check_recipe(recipe, input_path, sets=sets or ()))
+
+
+@app.command()
+def bench(
+    num_spec_tokens: Annotated[
+        int | None, typer.Option("--num-spec-tokens", "-k", help="Drafts a step. [default: the recipe's, or 3]")
+    ] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(help="The recipe to measure. [default: the bundled model and prompts]")
+    ] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of the input to use.")] = 64,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of an answer. [default: the recipe's, or 128]")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each side; medians are shown.")] = 3,
+    temperature: Annotated[float | None, typer.Option(help="Temperature. [default: the recipe's, or 0]")] = None,
+    sets: Sets = None,
+    json_path: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write the figures there, as JSON; - is stdout.")
+    ] = None,
+) -> None:
+    """Measure plain against speculative decoding, on the same rows and in one run."""
+    from specgen.cli.bench import bench_recipe
+
+    flags = {
+        "speculation.num_tokens": num_spec_tokens,
+        "sampling.max_tokens": max_tokens,
+        "sampling.temperature": temperature,
+    }
+    overrides = {key: value for key, value in flags.items() if value is not None}
+    bench_recipe(recipe, overrides, sets=sets or (), num_rows=rows, num_rounds=rounds, json_path=json_path)
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code; nothing else in specgen turns errors into messages."""
+    try:
+        app(args=None if args is None else list(args), prog_name="specgen")
+    except SystemExit as done:
+        return done.code if isinstance(done.code, int) else codes.OK
+    except KeyboardInterrupt:
+        return codes.INTERRUPTED
+    except EngineError as error:
+        _show_error(error, str(error))
+        return codes.BUG
+    except SpecgenError as error:
+        _show_error(error, str(error))
+        return codes.WRONG
+    except Exception as error:
+        _show_error(error, f"internal error, {type(error).__name__}: {error}")
+        if not logger.isEnabledFor(logging.DEBUG):
+            _to_stderr("This is a bug in specgen. Its traceback: specgen --debug, then the same command.")
+        return codes.BUG
+    return codes.OK
+
+
+def _show_error(error: Exception, text: str) -> None:
+    if logger.isEnabledFor(logging.DEBUG):
+        _to_stderr("".join(traceback.format_exception(error)))
+    _to_stderr(f"error: {text}")
+
+
+def _to_stderr(text: str) -> None:
+    with contextlib.suppress(OSError):  # nobody may be listening
+        print(text, file=sys.stderr)

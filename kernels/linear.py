@@ -1,0 +1,150 @@
+"""Dense products whose row bits don't depend on how many rows are in the call.
+
+On CUDA cuBLAS does it, once its workspace is taken away (the worker sets that before the first use). On the CPU the library
+picks its kernel by row count: measured (AVX-512, MKL, float32, 1 and 2 threads) rows are equal for every count from 12 up and
+others below, in bfloat16 for every count. So rows are padded to a multiple of 16, and a self-test of a few milliseconds at the
+first use of a shape falls back to products over one fixed block of rows where that doesn't hold, and to single rows where even
+the place in the block matters (seen for odd and tiny shapes, 33 x 7).
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from specgen.kernels._checks import check, check_same_device
+
+ROW_MULTIPLE = 16
+MAX_ROWS = 256  # more rows go in several calls, so that the self-test sees every row count that is ever used
+_TEST_COUNTS = (16, 32, 48, 112)
+_TEST_ITEMS = (1, 2, 3, 8)
+
+_Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+logger = logging.getLogger(__name__)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return x @ weight.T; a row's bits don't depend on the other rows or their number.
+
+    x: [T, K]; weight: [N, K], same dtype. Returns [T, N], contiguous. Raises: ValueError on a wrong dtype or shape.
+    """
+    check("x", x, x.dtype, None, None)
+    check("weight", weight, x.dtype, None, x.shape[1])
+    check_same_device(x=x, weight=weight)
+    return F.linear(x, weight) if x.is_cuda else linear_torch(x, weight)
+
+
+def linear_torch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return what `linear` returns, by the CPU's row-stable form."""
+    return _by_rows(x, weight, _mode("linear", weight), F.linear)
+
+
+def batched_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return x[:, h] @ weight[h].T for every head h; a row's bits don't depend on the other rows or their number.
+
+    x: [T, H, K], rows and heads may be strided; weight: [H, N, K], same dtype. Returns [T, H, N], contiguous.
+    Raises: ValueError on a wrong dtype or shape.
+    """
+    check("x", x, x.dtype, None, None, None)
+    check("weight", weight, x.dtype, x.shape[1], None, x.shape[2])
+    check_same_device(x=x, weight=weight)
+    return _per_head(x, weight) if x.is_cuda else batched_linear_torch(x, weight)
+
+
+def batched_linear_torch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return what `batched_linear` returns, by the CPU's row-stable form."""
+    return _by_rows(x, weight, _mode("batched_linear", weight), _per_head)
+
+
+def item_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return a[i] @ b[i] for every i on the CPU; an item's bits don't depend on the other items or their number.
+
+    a: [n, M, K] contiguous, b: [n, K, N]. Returns [n, M, N].
+    """
+    if _items_are_stable(a.shape[1], a.shape[2], b.shape[2], b.stride(-1) == 1, a.dtype, torch.get_num_threads()):
+        return torch.bmm(a, b)
+    return torch.cat([torch.bmm(a[i : i + 1], b[i : i + 1]) for i in range(a.shape[0])])
+
+
+def rows_keep_bits(rows: int, inner: int, columns: int, transposed: bool, dtype: torch.dtype) -> bool:
+    """Whether a row of `item_product`'s left operand gives the same bits wherever it stands in its item."""
+    return _items_are_stable(rows, inner, columns, not transposed, dtype, torch.get_num_threads())
+
+
+def cpu_linear_mode() -> str:
+    """Return how the CPU's products have been made so far: `direct`, `blocked` or `single` (fallbacks), or `mixed`; for logs."""
+    modes = set(_MODES.values())
+    return modes.pop() if len(modes) == 1 else ("mixed" if modes else "direct")
+
+
+_MODES: dict[tuple[object, ...], str] = {}
+
+
+def _per_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    out = x.new_empty(x.shape[0], weight.shape[0], weight.shape[1])
+    torch.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
+    return out
+
+
+def _by_rows(x: torch.Tensor, weight: torch.Tensor, mode: str, product: _Product) -> torch.Tensor:
+    """Return the product of all rows, in the calls that the mode allows."""
+    num_rows = x.shape[0]
+    if mode == "single" and num_rows:
+        return torch.cat([product(row.clone(), weight) for row in x.split(1)])  # a clone: alignment may matter too
+    padding = -num_rows % ROW_MULTIPLE
+    if padding or num_rows == 0:
+        x = torch.cat([x, x.new_zeros(padding or ROW_MULTIPLE, *x.shape[1:])])
+    step = MAX_ROWS if mode == "direct" else ROW_MULTIPLE
+    if x.shape[0] <= step:
+        return product(x, weight)[:num_rows]
+    return torch.cat([product(rows, weight) for rows in x.split(step)])[:num_rows]
+
+
+def _mode(op: str, weight: torch.Tensor) -> str:
+    """Return the fastest form that keeps row bits for this shape, tested at its first use."""
+    key = (op, *weight.shape, weight.dtype, torch.get_num_threads())
+    if key not in _MODES:
+        product = F.linear if op == "linear" else _per_head
+        _MODES[key] = _test_rows(product, tuple(weight.shape), weight.dtype)
+        if _MODES[key] != "direct":
+            logger.info("%s %s: row bits depend on the other rows here; taking the %s form", op, key[1:], _MODES[key])
+    return _MODES[key]
+
+
+def _test_rows(product: _Product, weight_shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    """Return `direct` if rows keep their bits in calls of several sizes and at every place, else what still holds."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(weight_shape, generator=generator).to(dtype)
+    x = torch.randn(MAX_ROWS, *weight_shape[:-2], weight_shape[-1], generator=generator).to(dtype)
+    same_rows = x[:1].expand_as(x).contiguous()
+
+    def place_is_free(count: int) -> bool:
+        out = product(same_rows[:count], weight)
+        return torch.equal(out, out[:1].expand_as(out))
+
+    if not place_is_free(ROW_MULTIPLE):
+        return "single"
+    whole = product(x, weight)
+    counts_agree = all(
+        torch.equal(product(x[:count], weight), whole[:count])
+        and torch.equal(product(x[-count:], weight), whole[-count:])
+        for count in _TEST_COUNTS
+    )
+    return "direct" if counts_agree and place_is_free(MAX_ROWS) else "blocked"
+
+
+@functools.cache
+def _items_are_stable(rows: int, inner: int, columns: int, plain: bool, dtype: torch.dtype, threads: int) -> bool:
+    """Whether an item of a batched product keeps its bits in other batches, and a row in other places of its item."""
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(max(_TEST_ITEMS) + 5, rows, inner, generator=generator).to(dtype)
+    b_shape = (inner, columns) if plain else (columns, inner)
+    b = torch.randn(a.shape[0], *b_shape, generator=generator).to(dtype)
+    b = b if plain else b.transpose(1, 2)
+    whole = torch.bmm(a, b)
+    counts = all(torch.equal(torch.bmm(a[2 : 2 + n], b[2 : 2 + n]), whole[2 : 2 + n]) for n in _TEST_ITEMS)
+    places = all(torch.equal(torch.bmm(a.roll(r, 1), b), whole.roll(r, 1)) for r in {1, rows // 2, rows - 1})
+    return counts and places

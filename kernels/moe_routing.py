@@ -1,0 +1,168 @@
+"""DeepSeek-V3's choice of experts: sigmoid scores, a selection bias, groups first. It knows router logits, not experts."""
+
+import torch
+
+from specgen.kernels._checks import check, check_same_device
+from specgen.kernels._triton import tl, triton
+
+
+def route(
+    router_logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    n_group: int,
+    topk_group: int,
+    norm_topk_prob: bool,
+    scaling_factor: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each token's expert weights and ids, best choice first, ties to the lowest id.
+
+    router_logits: [T, E] float32; bias: [E] float32 or None, added for the choice only. The topk_group groups with the largest
+    sum of their two best choices stay, then the top_k best choices within them; weights are the scores there, divided by their
+    sum if norm_topk_prob, times scaling_factor. A NaN is never preferred. Returns ([T, top_k] float32, [T, top_k] int32).
+    Raises: ValueError on a wrong dtype or shape, or impossible counts.
+    Source: DeepSeek-V3, arXiv 2412.19437, eq. 12-16, with the node-limited routing of section 2.1.2.
+    """
+    check("router_logits", router_logits, torch.float32, None, None)
+    num_experts = router_logits.shape[1]
+    if bias is not None:
+        check("bias", bias, torch.float32, num_experts)
+        check_same_device(router_logits=router_logits, bias=bias)
+    if n_group < 1 or num_experts % n_group:
+        raise ValueError(f"n_group: {num_experts} experts can't be divided into {n_group} equal groups")
+    if not 1 <= topk_group <= n_group or not 1 <= top_k <= topk_group * (num_experts // n_group):
+        raise ValueError(f"top_k {top_k} experts from {topk_group} of {n_group} groups of {num_experts // n_group}")
+    run = route_triton if router_logits.is_cuda else route_torch
+    return run(router_logits, bias, top_k, n_group, topk_group, norm_topk_prob, scaling_factor)
+
+
+def route_torch(
+    router_logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    n_group: int,
+    topk_group: int,
+    norm_topk_prob: bool,
+    scaling_factor: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `route` returns, in plain torch. Stable sorts, as topk's order among ties is undefined."""
+    num_tokens, num_experts = router_logits.shape
+    # Not torch.sigmoid: its bits depend on where in the tensor an element lies.
+    scores = torch.exp(-router_logits).add_(1.0).reciprocal_()
+    choice = (scores if bias is None else scores + bias).nan_to_num(float("-inf"), float("inf"), float("-inf"))
+    if topk_group < n_group:
+        grouped = choice.view(num_tokens, n_group, -1)
+        best = grouped.topk(min(2, grouped.shape[2]), dim=-1).values
+        group_score = best[..., 0] + best[..., 1] if best.shape[2] == 2 else best[..., 0]
+        dropped = group_score.sort(dim=-1, descending=True, stable=True).indices[:, topk_group:]
+        group_mask = torch.zeros(num_tokens, n_group, dtype=torch.bool).scatter_(1, dropped, True)
+        choice = grouped.masked_fill(group_mask[..., None], float("-inf")).view(num_tokens, num_experts)
+    ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights = scores.gather(1, ids)
+    if norm_topk_prob:
+        total = weights[:, 0].clone()
+        for j in range(1, top_k):
+            total += weights[:, j]
+        weights /= (total + 1e-20)[:, None]
+    return weights.mul_(scaling_factor), ids.to(torch.int32)
+
+
+def route_triton(
+    router_logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    n_group: int,
+    topk_group: int,
+    norm_topk_prob: bool,
+    scaling_factor: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `route` returns, by one program a token: repeated maxima, no sort."""
+    num_tokens, num_experts = router_logits.shape
+    weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=router_logits.device)
+    ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device=router_logits.device)
+    if num_tokens:
+        _route_kernel[(num_tokens,)](
+            router_logits,
+            router_logits.stride(0),
+            router_logits if bias is None else bias,
+            weights,
+            ids,
+            scaling_factor,
+            HAS_BIAS=bias is not None,
+            NORMALISE=norm_topk_prob,
+            TOP_K=top_k,
+            KEEP_GROUPS=topk_group,
+            NUM_GROUPS=n_group,
+            GROUP_SIZE=num_experts // n_group,
+            GROUPS=triton.next_power_of_2(n_group),
+            SIZE=triton.next_power_of_2(num_experts // n_group),
+            PICKS=triton.next_power_of_2(top_k),
+            num_warps=1,
+        )
+    return weights, ids
+
+
+@triton.jit
+def _route_kernel(
+    logits_ptr,
+    logits_stride,
+    bias_ptr,
+    weights_ptr,
+    ids_ptr,
+    scaling_factor,
+    HAS_BIAS: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    KEEP_GROUPS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PICKS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, GROUPS)
+    member = tl.arange(0, SIZE)
+    exists = (group[:, None] < NUM_GROUPS) & (member[None, :] < GROUP_SIZE)
+    LAST: tl.constexpr = NUM_GROUPS * GROUP_SIZE
+    expert = tl.where(exists, group[:, None] * GROUP_SIZE + member[None, :], LAST)
+    logits = tl.load(logits_ptr + token * logits_stride + expert, mask=exists, other=0.0)
+    scores = 1.0 / (1.0 + tl.exp(-logits))
+    choice = scores
+    if HAS_BIAS:
+        choice = scores + tl.load(bias_ptr + expert, mask=exists, other=0.0)
+    # What can't be chosen is -inf; what has been chosen is removed from `free`, so that even all -inf gives distinct ids.
+    choice = tl.where(exists & (choice == choice), choice, float("-inf"))
+    free = exists
+
+    if KEEP_GROUPS < NUM_GROUPS:
+        best = tl.max(choice, axis=1)
+        at_best = tl.min(tl.where((choice == best[:, None]) & exists, expert, LAST), axis=1)
+        group_score = best
+        if GROUP_SIZE > 1:
+            group_score = best + tl.max(tl.where(expert == at_best[:, None], float("-inf"), choice), axis=1)
+        open_groups = group < NUM_GROUPS
+        kept = group < 0
+        for _ in tl.static_range(KEEP_GROUPS):
+            top = tl.max(tl.where(open_groups, group_score, float("-inf")), axis=0)
+            pick = tl.min(tl.where(open_groups & (group_score == top), group, GROUPS), axis=0)
+            kept = kept | (group == pick)
+            open_groups = open_groups & (group != pick)
+        free = free & kept[:, None]
+
+    pick_index = tl.arange(0, PICKS)
+    weights = tl.zeros([PICKS], dtype=tl.float32)
+    ids = tl.zeros([PICKS], dtype=tl.int32)
+    total = 0.0
+    for j in tl.static_range(TOP_K):
+        top = tl.max(tl.max(tl.where(free, choice, float("-inf")), axis=1), axis=0)
+        pick = tl.min(tl.min(tl.where(free & (choice == top), expert, LAST), axis=1), axis=0)
+        weight = tl.sum(tl.sum(tl.where(expert == pick, scores, 0.0), axis=1), axis=0)
+        total += weight
+        weights = tl.where(pick_index == j, weight, weights)
+        ids = tl.where(pick_index == j, pick, ids)
+        free = free & (expert != pick)
+    if NORMALISE:
+        weights = weights / (total + 1e-20)
+    tl.store(weights_ptr + token * TOP_K + pick_index, weights * scaling_factor, mask=pick_index < TOP_K)
+    tl.store(ids_ptr + token * TOP_K + pick_index, ids, mask=pick_index < TOP_K)

@@ -1,0 +1,205 @@
+"""The engine as the job layer sees it: requests in, outputs out, the busy loop in a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from specgen.engine.core import Abort, Add, EngineCore, Stop
+from specgen.engine.executor import UniProcExecutor
+from specgen.engine.kv_blocks import KVBlockManager
+from specgen.engine.request import EngineOutput, EngineRequest
+from specgen.engine.scheduler import Scheduler, SchedulerConfig
+from specgen.errors import EngineError, RecipeError
+from specgen.kernels.linear import cpu_linear_mode
+from specgen.models.config import DeepseekV3Config, read_config
+from specgen.recipe import Recipe
+from specgen.worker.worker import DrafterFactory, Worker, WorkerConfig, resolve_device, resolve_dtype
+
+logger = logging.getLogger(__name__)
+
+
+class EngineClient:
+    """A loaded model under a running loop. Every method may be called from any thread.
+
+    `description` names what was resolved (device, dtype, sizes, memory), for logs and the record beside the output.
+    """
+
+    def __init__(self, worker: Worker, scheduler: Scheduler, description: dict[str, object], check: bool) -> None:
+        """Starts the loop; `create` is the usual way here."""
+        self.description = description
+        self.max_model_len = scheduler.config.max_model_len
+        self.vocab_size = worker.config.model.vocab_size
+        self.eos_token_ids = tuple(sorted(scheduler.config.eos_token_ids))
+        self._worker = worker
+        self._scheduler = scheduler
+        self._outputs: queue.SimpleQueue[list[EngineOutput] | BaseException] = queue.SimpleQueue()
+        self._core = EngineCore(scheduler, UniProcExecutor(worker), self._outputs.put, check_every_step=check)
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def create(
+        cls,
+        recipe: Recipe,
+        folder: Path,
+        eos_token_ids: Iterable[int],
+        drafter_factory: DrafterFactory | None = None,
+        check: bool = False,
+    ) -> EngineClient:
+        """Loads the model in `folder` as the recipe says and starts the loop.
+
+        `drafter_factory` replaces the model's draft layers; `check` asserts the conservation laws after every step.
+
+        Raises:
+            ModelError, EngineError, RecipeError: model, machine and recipe do not fit together.
+        """
+        start = time.perf_counter()
+        config = _worker_config(recipe, folder)
+        worker = Worker(config, drafter_factory)
+        kv = KVBlockManager(
+            worker.budget.num_blocks, config.block_size, config.max_model_len, recipe.engine.enable_prefix_caching
+        )
+        scheduler = Scheduler(_scheduler_config(recipe, worker, eos_token_ids), kv)
+        description = _describe(worker, scheduler, time.perf_counter() - start)
+        return cls(worker, scheduler, description, check)
+
+    def _run(self) -> None:
+        try:
+            self._core.run_busy_loop()
+        except BaseException as error:  # noqa: BLE001 - whatever ends the loop is handed to the caller
+            self._failure = error
+            self._outputs.put(error)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold a slot."""
+        return len(self._scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the engine without a slot."""
+        return len(self._scheduler.waiting)
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Hands a request over; never blocks. What cannot run comes back as an error output."""
+        self._core.input_queue.put(Add(request))
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        """Ends requests; each that was alive gets an output with finish_reason "abort"."""
+        self._core.input_queue.put(Abort(tuple(request_ids)))
+
+    def get_outputs(self, timeout: float) -> list[EngineOutput]:
+        """All outputs there are, waiting up to `timeout` seconds for the first.
+
+        Raises:
+            EngineError: the loop ended by an error, which is the cause.
+        """
+        outputs: list[EngineOutput] = []
+        block = True
+        while True:
+            try:
+                item = self._outputs.get(block=block, timeout=timeout if block else None)
+            except queue.Empty:
+                if not outputs and self._failure is not None:
+                    raise EngineError(f"the engine stopped: {self._failure!r}") from self._failure
+                return outputs
+            if isinstance(item, BaseException):
+                if outputs:
+                    return outputs  # the failure is raised by the next call
+                raise EngineError(f"the engine stopped: {item!r}") from item
+            outputs.extend(item)
+            block = False
+
+    def engine_stats(self) -> dict[str, float | int]:
+        """Steps, seconds a part (target, sampling, draft), and preemptions so far."""
+        timer = self._worker.runner.timer
+        seconds = timer.drain() if self.num_running == 0 else timer.seconds
+        return {
+            "steps": self._core.num_steps,
+            **{f"{part}_seconds": value for part, value in seconds.items()},
+            "preemptions": self._scheduler.num_preemptions,
+        }
+
+    def shutdown(self) -> None:
+        """Aborts what is left, ends the loop and drops the model. May be called twice."""
+        if self._thread.is_alive():
+            self._core.input_queue.put(Stop(drain=False))
+            self._thread.join()
+            self._worker.shutdown()
+
+    def __enter__(self) -> EngineClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+
+def _worker_config(recipe: Recipe, folder: Path) -> WorkerConfig:
+    model = read_config(folder)
+    device = resolve_device(recipe.model.device)
+    max_model_len = recipe.engine.max_model_len or model.max_position_embeddings
+    if max_model_len > model.max_position_embeddings:
+        raise RecipeError(
+            f"engine.max_model_len is {max_model_len}; the model's limit is {model.max_position_embeddings} tokens",
+            where=recipe.origins.get("engine.max_model_len"),
+        )
+    if device.type == "cpu":
+        torch.set_grad_enabled(False)
+    return WorkerConfig(
+        folder=folder,
+        model=model,
+        device=device,
+        dtype=resolve_dtype(recipe.model.dtype, device),
+        max_num_seqs=recipe.engine.max_num_seqs,
+        max_num_batched_tokens=recipe.engine.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        block_size=recipe.engine.block_size,
+        num_blocks=recipe.engine.num_blocks,
+        memory_fraction=recipe.engine.memory_fraction,
+        num_speculative_tokens=recipe.speculation.num_tokens,
+    )
+
+
+def _scheduler_config(recipe: Recipe, worker: Worker, eos_token_ids: Iterable[int]) -> SchedulerConfig:
+    config = worker.config
+    return SchedulerConfig(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        num_speculative_tokens=config.num_speculative_tokens,
+        num_draft_layers=worker.num_draft_layers,
+        async_scheduling=recipe.engine.async_scheduling,
+        eos_token_ids=frozenset(eos_token_ids),
+    )
+
+
+def _describe(worker: Worker, scheduler: Scheduler, load_seconds: float) -> dict[str, object]:
+    config = worker.config
+    is_cpu = config.device.type == "cpu"
+    return {
+        "device": str(config.device) if is_cpu else torch.cuda.get_device_name(config.device),
+        "dtype": str(config.dtype).removeprefix("torch."),
+        "cpu_linear_mode": cpu_linear_mode() if is_cpu else None,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "num_speculative_tokens": config.num_speculative_tokens,
+        "num_draft_layers": worker.num_draft_layers,
+        "async_scheduling": scheduler.config.async_scheduling,
+        "weight_bytes": worker.model.num_bytes,
+        "num_blocks": worker.budget.num_blocks,
+        "block_size": config.block_size,
+        "kv_tokens": scheduler.kv.max_request_tokens(),
+        "memory": worker.budget.as_dict(),
+        "load_seconds": round(load_seconds, 3),
+    }

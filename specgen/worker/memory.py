@@ -1,0 +1,130 @@
+"""How much memory there is, how much a step needs, and how many KV blocks that leaves: measured, not guessed."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from specgen.errors import EngineError
+
+_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBudget:
+    """Where the memory goes, in bytes. `limit = used + step_peak + kv + left`.
+
+    total: of the device, or the machine's available memory. limit: the fraction of it that may be used. used: weights,
+    per-slot state and the process itself. step_peak: activations of the largest step, measured. kv: the pool.
+    """
+
+    total: int
+    limit: int
+    used: int
+    step_peak: int
+    block_bytes: int
+    num_blocks: int
+
+    @property
+    def kv(self) -> int:
+        """Bytes of the KV pool."""
+        return self.num_blocks * self.block_bytes
+
+    @property
+    def left(self) -> int:
+        """Bytes of the limit that nobody uses."""
+        return self.limit - self.used - self.step_peak - self.kv
+
+    def as_dict(self) -> dict[str, int]:
+        """All parts, by name."""
+        return {
+            "total": self.total,
+            "limit": self.limit,
+            "used": self.used,
+            "step_peak": self.step_peak,
+            "kv": self.kv,
+            "left": self.left,
+        }
+
+
+def _status_bytes(key: str, path: str = "/proc/self/status") -> int:
+    match = re.search(rf"^{key}:\s+(\d+) kB", Path(path).read_text(), re.MULTILINE)
+    return int(match.group(1)) * 1024 if match else 0
+
+
+def _cpu_available() -> int:
+    available = _status_bytes("MemAvailable", "/proc/meminfo")
+    for path in _CGROUP_LIMITS:
+        if path.is_file() and (text := path.read_text().strip()).isdigit():
+            available = min(available, int(text) - _status_bytes("VmRSS"))
+    return available
+
+
+def _measure_cpu(run_largest_step: Callable[[], None]) -> tuple[int, int, int]:
+    """(total, used, step_peak) of the process; the peak is what the resident set grew by, at its highest."""
+    if not Path("/proc/self/status").is_file():  # no procfs (macOS): the machine's memory is not known this way
+        import resource
+
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        run_largest_step()
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        return before + 4 * 2**30, before, peak
+    used = _status_bytes("VmRSS")
+    total = _cpu_available() + used
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # starts the peak anew
+    except OSError:
+        pass
+    run_largest_step()
+    return total, used, max(0, _status_bytes("VmHWM") - used)
+
+
+def _measure_cuda(device: torch.device, run_largest_step: Callable[[], None]) -> tuple[int, int, int]:
+    """(total, used, step_peak) of the device. `used` counts other processes' memory too."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    allocated = torch.cuda.memory_allocated(device)
+    run_largest_step()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - allocated
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return total, total - free, peak
+
+
+def plan_memory(
+    device: torch.device,
+    run_largest_step: Callable[[], None],
+    block_bytes: int,
+    memory_fraction: float,
+    max_useful_blocks: int,
+    num_blocks: int | None,
+) -> MemoryBudget:
+    """Runs the largest step once and gives what remains of `memory_fraction` to KV, at most what rows can ever use.
+
+    `num_blocks` not None is taken as it is (the recipe's word); the null block is among them.
+
+    Raises:
+        EngineError: not even a few blocks fit.
+    """
+    measure = _measure_cuda if device.type == "cuda" else None
+    if measure is not None:
+        total, used, peak = measure(device, run_largest_step)
+    else:
+        total, used, peak = _measure_cpu(run_largest_step)
+    limit = int(total * memory_fraction)
+    if num_blocks is None:
+        num_blocks = min(max_useful_blocks, (limit - used - peak) // block_bytes)
+    if num_blocks < 2:
+        raise EngineError(
+            f"no memory is left for KV: of {limit / 2**30:.2f} GiB allowed, {used / 2**30:.2f} are in use and a step "
+            f"takes {peak / 2**30:.2f}",
+            hint="raise engine.memory_fraction, or lower engine.max_num_batched_tokens or engine.max_num_seqs",
+        )
+    return MemoryBudget(total, limit, used, peak, block_bytes, num_blocks)

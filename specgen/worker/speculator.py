@@ -1,0 +1,183 @@
+"""Proposes the next drafts with the MTP layers, and keeps the layers' KV in step with the target's.
+
+A proposal is one pass of each layer over the step's own tokens (ids shifted left by one, hidden states from the target),
+whose last row gives the first draft, and then K-1 short passes that feed drafts back; pass s runs layer s mod n.
+
+With n > 1 layers, layer j reads layer j-1's output one position back. In the first pass that is a shift by one row, with
+the row before the step carried over from the step before; in pass s, layer s mod n has not seen the last min(s, n)
+positions yet and runs over all of them, so that its KV has no gap:
+
+    position   base    base+1     base+2     base+3        n = 2, K = 4
+    layer 0    first              pass 2: base+1..base+2
+    layer 1    first   pass 1                pass 3: base+2..base+3
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from specgen.kernels.draft_inputs import prepare_draft_decode, prepare_draft_prefill
+from specgen.models.mtp import DeepseekMTP
+from specgen.worker.input_batch import InputBatch
+from specgen.worker.sampler import Sampler, SamplingRows
+from specgen.worker.states import RequestStates
+
+
+class Drafter(Protocol):
+    """Something that proposes drafts after a step."""
+
+    def propose(
+        self,
+        batch: InputBatch,
+        hidden: torch.Tensor,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        num_spec_tokens: int,
+    ) -> None:
+        """Writes up to `num_spec_tokens` drafts a row to `states.draft_tokens`, -1 behind them.
+
+        `hidden [T, H]` is the target's; `num_sampled` and `num_rejected` are `[B] int32`, after `post_update`.
+        """
+        ...
+
+
+class MTPSpeculator:
+    """The drafter over a model's own MTP layers."""
+
+    def __init__(
+        self,
+        mtp: DeepseekMTP,
+        states: RequestStates,
+        sampler: Sampler,
+        kv_caches: torch.Tensor,
+        max_model_len: int,
+        num_speculative_tokens: int,
+    ) -> None:
+        """`kv_caches [num_layers, blocks, block_size, latent]` are the draft layers' part of the KV pool."""
+        self.mtp = mtp
+        self.states = states
+        self.sampler = sampler
+        self.kv_caches = kv_caches
+        self.block_size = kv_caches.shape[2]
+        self.max_model_len = max_model_len
+        self.num_speculative_tokens = num_speculative_tokens
+        num_slots = states.total_len.shape[0]
+        hidden_size = mtp.embed_tokens.weight.shape[1]
+        weight = mtp.embed_tokens.weight
+        # layer j's output at the last verified position, for layer j+1
+        self._carry = weight.new_zeros(max(mtp.num_layers - 1, 0), num_slots, hidden_size)
+        self._arange = torch.arange(num_slots + 1, dtype=torch.int32, device=weight.device)
+
+    def propose(
+        self,
+        batch: InputBatch,
+        hidden: torch.Tensor,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        num_spec_tokens: int,
+    ) -> None:
+        """See `Drafter`. With `num_spec_tokens` 0 only the layers' KV is written."""
+        s = self.states
+        first = prepare_draft_prefill(
+            batch.idx_mapping,
+            batch.query_start_loc,
+            batch.input_ids,
+            batch.positions,
+            batch.context.slot_mapping,
+            num_sampled,
+            num_rejected,
+            last_sampled=s.last_sampled,
+            token_ids=s.token_ids,
+        )
+        last = self._first_pass(batch, hidden, first.input_ids, first.slot_mapping, first.last_indices)
+        num_reqs = batch.idx_mapping.shape[0]
+        drafts = batch.positions.new_full((num_reqs, self.num_speculative_tokens), -1)
+        previous: torch.Tensor | None = None
+        for step in range(num_spec_tokens):
+            if step > 0:
+                previous = self._decode_pass(step, batch, first.base_positions, drafts, last, previous)
+            rows = previous[:, -1] if previous is not None else last[0]
+            logits = self.mtp.compute_logits(step % self.mtp.num_layers, rows)
+            drafts[:, step] = self._sample(logits, batch, first.base_positions, drafts, step)
+        s.draft_tokens[batch.idx_mapping.long()] = drafts
+
+    def _first_pass(
+        self,
+        batch: InputBatch,
+        hidden: torch.Tensor,
+        input_ids: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        last_indices: torch.Tensor,
+    ) -> list[torch.Tensor]:
+        """All layers over the step's tokens; their outputs `[B, H]` at each row's last verified position."""
+        context = batch.context._replace(slot_mapping=slot_mapping)
+        slots = batch.idx_mapping.long()
+        outputs = []
+        for layer in range(self.mtp.num_layers):
+            if layer > 0:
+                carried = self._carry[layer - 1, slots]
+                hidden = hidden.roll(1, 0)
+                hidden[batch.query_start_loc[:-1].long()] = carried
+                self._carry[layer - 1, slots] = outputs[-1]
+            hidden = self.mtp(layer, input_ids, hidden, context, self.kv_caches[layer])
+            outputs.append(hidden[last_indices])
+        return outputs
+
+    def _decode_pass(
+        self,
+        step: int,
+        batch: InputBatch,
+        base_positions: torch.Tensor,
+        drafts: torch.Tensor,
+        last: list[torch.Tensor],
+        previous: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Draft pass `step` >= 1 over the positions its layer lacks; returns `[B, width, H]`."""
+        num_layers, num_reqs = self.mtp.num_layers, batch.idx_mapping.shape[0]
+        layer, width = step % num_layers, min(step, num_layers)
+        inputs = prepare_draft_decode(
+            step,
+            width,
+            batch.idx_mapping,
+            base_positions,
+            drafts,
+            self.states.block_tables,
+            self.block_size,
+            self.max_model_len,
+        )
+        if step <= num_layers:
+            below = last[(layer - 1) % num_layers].unsqueeze(1)
+            hidden = below if previous is None else torch.cat([below, previous], dim=1)
+        else:
+            assert previous is not None
+            hidden = previous
+        context = batch.context._replace(
+            positions=inputs.positions,
+            slot_mapping=inputs.slot_mapping,
+            query_start_loc=self._arange[: num_reqs + 1] * width,
+            seq_lens=inputs.seq_lens,
+            max_query_len=width,
+            max_seq_len=min(batch.context.max_seq_len + step, self.max_model_len),
+        )
+        out = self.mtp(layer, inputs.input_ids, hidden.flatten(0, 1), context, self.kv_caches[layer])
+        return out.unflatten(0, (num_reqs, width))
+
+    def _sample(
+        self, logits: torch.Tensor, batch: InputBatch, base_positions: torch.Tensor, drafts: torch.Tensor, step: int
+    ) -> torch.Tensor:
+        """Draft `step` of each row, with the noise that the target will use for that token."""
+        num_reqs, width = drafts.shape
+        start = self._arange[:num_reqs] * width
+        rows = SamplingRows(
+            row_slots=batch.idx_mapping,
+            positions=base_positions + (1 + step),
+            spec_ids=drafts.flatten(),
+            spec_start=start,
+            spec_count=torch.full_like(start, step),
+            needs_penalties=batch.needs_penalties,
+            needs_filter=batch.needs_filter,
+            needs_noise=batch.needs_noise,
+        )
+        return self.sampler.sample(logits, rows)

@@ -1,0 +1,202 @@
+"""One device: the model on it, the KV pool sized by a measured step, and the runner over both."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from specgen.engine.scheduler import NewRow, ScheduledRow, SchedulerOutput
+from specgen.errors import EngineError, ModelError
+from specgen.models.config import DeepseekV3Config
+from specgen.models.loading import LoadedModel, load_model
+from specgen.sampling_params import SamplingParams
+from specgen.worker.memory import MemoryBudget, plan_memory
+from specgen.worker.model_runner import ModelRunner, SampledStep
+from specgen.worker.sampler import Sampler
+from specgen.worker.speculator import Drafter, MTPSpeculator
+from specgen.worker.states import RequestStates
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """What a worker is built from; the recipe's values with `auto` resolved. Lengths in tokens."""
+
+    folder: Path
+    model: DeepseekV3Config
+    device: torch.device
+    dtype: torch.dtype
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int | None
+    memory_fraction: float
+    num_speculative_tokens: int
+
+
+DrafterFactory = Callable[[RequestStates, int], Drafter]
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is the first CUDA device if there is one, else the CPU.
+
+    Raises:
+        EngineError: CUDA was asked for and is not there.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise EngineError("model.device is cuda, and torch sees no CUDA device", hint="set model.device to auto or cpu")
+    return torch.device("cuda", 0) if name == "cuda" else torch.device(name)
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 on CUDA and float32 on the CPU."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def make_products_exact() -> None:
+    """Takes cuBLAS its workspaces and TF32, so that a row's product does not depend on how many rows there are.
+
+    Must run before the first product on CUDA: the libraries read their environment once.
+    """
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":0:0"
+    os.environ["CUBLASLT_WORKSPACE_SIZE"] = "0"
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+
+class Worker:
+    """Loads the model, sizes the KV pool and runs steps."""
+
+    def __init__(self, config: WorkerConfig, drafter_factory: DrafterFactory | None = None) -> None:
+        """`drafter_factory(states, K)` replaces the model's own draft layers (tests and experiments).
+
+        Raises:
+            ModelError, EngineError: see `load_model` and `plan_memory`.
+        """
+        self.config = config
+        if config.device.type == "cuda":
+            make_products_exact()
+            torch.cuda.set_device(config.device)
+        num_own = 0 if drafter_factory is not None else config.num_speculative_tokens
+        try:
+            self.model = load_model(
+                config.folder, config.model, num_own, config.max_model_len, config.dtype, config.device
+            )
+        except torch.OutOfMemoryError as error:
+            raise ModelError(f"the weights do not fit into the device's memory: {error}") from error
+        self.num_draft_layers = self.model.mtp.num_layers if self.model.mtp is not None else 0
+        self.states = RequestStates(
+            config.max_num_seqs,
+            config.max_model_len,
+            config.model.vocab_size,
+            config.num_speculative_tokens,
+            config.block_size,
+            config.device,
+        )
+        self._drafter_factory = drafter_factory
+        self.budget = self._plan_memory()
+        self.kv_caches = self._new_kv_caches(self.budget.num_blocks)
+        self.runner = self._new_runner(self.kv_caches)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one KV block over all layers, the draft layers' included."""
+        c = self.config
+        num_layers = c.model.num_hidden_layers + self.num_draft_layers
+        return num_layers * c.block_size * c.model.latent_size * c.dtype.itemsize
+
+    def _new_kv_caches(self, num_blocks: int) -> torch.Tensor:
+        c = self.config
+        num_layers = c.model.num_hidden_layers + self.num_draft_layers
+        shape = (num_layers, num_blocks, c.block_size, c.model.latent_size)
+        return torch.zeros(shape, dtype=c.dtype, device=c.device)
+
+    def _new_runner(self, kv_caches: torch.Tensor) -> ModelRunner:
+        c = self.config
+        num_target_layers = c.model.num_hidden_layers
+        sampler = Sampler(self.states)
+        drafter: Drafter | None = None
+        if self._drafter_factory is not None:
+            drafter = self._drafter_factory(self.states, c.num_speculative_tokens)
+        elif self.model.mtp is not None:
+            drafter = MTPSpeculator(
+                self.model.mtp,
+                self.states,
+                sampler,
+                kv_caches[num_target_layers:],
+                c.max_model_len,
+                c.num_speculative_tokens,
+            )
+        return ModelRunner(
+            self.model.target,
+            kv_caches[:num_target_layers],
+            self.states,
+            sampler,
+            drafter,
+            c.max_model_len,
+            c.num_speculative_tokens,
+            rewinds=self.num_draft_layers > 1,
+        )
+
+    def _plan_memory(self) -> MemoryBudget:
+        c = self.config
+        max_blocks = -(-c.max_model_len // c.block_size)
+        return plan_memory(
+            c.device,
+            self._run_largest_step,
+            self.block_bytes,
+            c.memory_fraction,
+            c.max_num_seqs * max_blocks + 1,
+            c.num_blocks,
+        )
+
+    def _run_largest_step(self) -> None:
+        """A step of the largest token count and the most logits rows, over a throw-away pool, with every processor on."""
+        c = self.config
+        num_rows = min(c.max_num_seqs, c.max_num_batched_tokens)
+        lengths = [c.max_num_batched_tokens // num_rows] * num_rows
+        lengths[0] += c.max_num_batched_tokens - sum(lengths)
+        lengths = [min(n, c.max_model_len - 1) for n in lengths]
+        num_blocks = 1 + -(-max(lengths) // c.block_size)
+        params = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1)
+        step = SchedulerOutput(num_spec_tokens=c.num_speculative_tokens)
+        for slot, length in enumerate(lengths):
+            num_drafts = min(c.num_speculative_tokens, length - 1)
+            step.new_rows.append(NewRow(slot, [0] * length, length, params, 0, 0, 0))
+            blocks = list(range(1, num_blocks))
+            step.rows.append(ScheduledRow(slot, slot, length, num_drafts, True, blocks, 0, 0, length))
+        runner = self._new_runner(self._new_kv_caches(num_blocks))
+        runner.execute_model(step)
+        runner.sample_tokens().get()
+
+    def execute_model(self, step: SchedulerOutput) -> None:
+        """See `ModelRunner.execute_model`."""
+        self.runner.execute_model(step)
+
+    def sample_tokens(self) -> SampledStep:
+        """See `ModelRunner.sample_tokens`."""
+        return self.runner.sample_tokens()
+
+    def take_draft_token_ids(self) -> list[list[int]]:
+        """See `ModelRunner.take_draft_token_ids`."""
+        return self.runner.take_draft_token_ids()
+
+    def shutdown(self) -> None:
+        """Drops model and pool."""
+        del self.runner, self.kv_caches, self.model, self.states
+        if self.config.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+__all__ = ["DrafterFactory", "LoadedModel", "Worker", "WorkerConfig", "make_products_exact", "resolve_device", "resolve_dtype"]

@@ -1,0 +1,130 @@
+"""Rows made ready: columns, overrides, limits and seeds, with nothing dropped and nothing leaking."""
+
+from typing import Any
+
+import pytest
+
+from specgen import seeds
+from specgen.errors import RowError
+from specgen.job.prompts import Prompt, PromptBuilder
+from specgen.job.readers import Row
+from specgen.recipe import recipe_from_settings
+from specgen.tokenizer import Tokenizer
+
+LIMIT = 20
+
+
+@pytest.fixture
+def builder(tokenizer: Tokenizer) -> PromptBuilder:
+    return make(tokenizer)
+
+
+def make(tokenizer: Tokenizer, *sets: str) -> PromptBuilder:
+    recipe = recipe_from_settings(["sampling.seed=7", "sampling.max_tokens=9", *sets])
+    return PromptBuilder(recipe, tokenizer, max_model_len=LIMIT, vocab_size=4096)
+
+
+def build(builder: PromptBuilder, data: dict[str, Any]) -> Prompt:
+    return builder.build(Row(0, 1, data.get("id"), data))
+
+
+def test_text_and_ids(builder: PromptBuilder, tokenizer: Tokenizer) -> None:
+    text = build(builder, {"prompt": "Hi there"})
+    assert text.token_ids == tokenizer.encode("Hi there")
+    assert build(builder, {"prompt": [5, 6, 0]}).token_ids == [5, 6, 0]
+    assert build(builder, {"prompt": "<|bos|>"}).token_ids == [0]
+    assert build(builder, {"prompt": " "}).token_ids[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("data", "code", "part"),
+    [
+        ({}, "missing_prompt", "columns: none"),
+        ({"promt": "x"}, "missing_prompt", "did you mean 'promt'?"),
+        ({"prompt": ""}, "empty_prompt", "prompt is empty"),
+        ({"prompt": []}, "empty_prompt", "prompt is empty"),
+        ({"prompt": None}, "bad_prompt", "not None"),
+        ({"prompt": 3}, "bad_prompt", "not 3"),
+        ({"prompt": {"a": 1}}, "bad_prompt", "must be a text or a list of token ids"),
+        ({"prompt": [1, "a"]}, "bad_prompt", "not 'a'"),
+        ({"prompt": [True]}, "bad_prompt", "not True"),
+        ({"prompt": [1.0]}, "bad_prompt", "not 1.0"),
+        ({"prompt": [4096]}, "bad_token_id", "0 to 4095"),
+        ({"prompt": [-1]}, "bad_token_id", "token id -1"),
+        ({"prompt": "a\ud800"}, "bad_text", "surrogate"),
+        ({"prompt": [5] * LIMIT}, "prompt_too_long", f"{LIMIT} tokens"),
+        ({"prompt": "x", "sampling": 3}, "bad_sampling", "must be an object"),
+        ({"prompt": "x", "sampling": {"temprature": 1}}, "bad_sampling", "did you mean 'temperature'?"),
+        ({"prompt": "x", "sampling": {"top_p": 2}}, "bad_sampling", "top_p must be"),
+        ({"prompt": "x", "sampling": {"stop_token_ids": [9999]}}, "bad_token_id", "sampling.stop_token_ids"),
+        ({"prompt": "x", "temprature": 1}, "bad_sampling", "'temperature'"),
+        ({"prompt": "x", "temperature": 1}, "bad_sampling", 'goes under "sampling"'),
+        ({"prompt": "x", "maxTokens": 1}, "bad_sampling", "'max_tokens'"),
+        ({"prompt": "x", "topk": 1}, "bad_sampling", "'top_k'"),
+        ({"prompt": "x", "sampling_params": {}}, "bad_sampling", "'sampling'"),
+    ],
+)
+def test_what_cannot_run_says_why(builder: PromptBuilder, data: dict[str, Any], code: str, part: str) -> None:
+    with pytest.raises(RowError) as caught:
+        build(builder, data)
+    assert caught.value.code == code
+    assert part in str(caught.value)
+
+
+def test_the_limit_is_prompt_and_answer_together(builder: PromptBuilder) -> None:
+    assert len(build(builder, {"prompt": [5] * (LIMIT - 1)}).token_ids) == LIMIT - 1
+    with pytest.raises(RowError, match=f"{LIMIT} tokens.*max_model_len = {LIMIT}"):
+        build(builder, {"prompt": [5] * LIMIT})
+
+
+def test_users_columns_are_left_alone(builder: PromptBuilder) -> None:
+    data = {"prompt": "x", "speed": 1, "topic": 2, "tokens": 3, "model": 4, "top": 5, "sample": 6, "sampling": None}
+    assert build(builder, data).params.max_tokens == 9
+
+
+def test_own_column_names_may_be_a_parameters(tokenizer: Tokenizer) -> None:
+    builder = make(tokenizer, "input.prompt=seed", "input.id=temperature")
+    assert build(builder, {"seed": "x", "temperature": "row 1"}).token_ids == tokenizer.encode("x")
+
+
+def test_overrides_do_not_leak_into_other_rows(builder: PromptBuilder) -> None:
+    rows: list[dict[str, Any]] = [{"max_tokens": 2}, {}, {"temperature": 0}, {"max_tokens": None}, {}]
+    built = [build(builder, {"prompt": "x", "id": i, "sampling": row}).params for i, row in enumerate(rows)]
+    assert [params.max_tokens for params in built] == [2, 9, 9, None, 9]
+    assert [params.temperature for params in built] == [1.0, 1.0, 0.0, 1.0, 1.0]
+
+
+def test_a_seed_follows_the_id_and_not_the_place(tokenizer: Tokenizer) -> None:
+    one, two = make(tokenizer), make(tokenizer)
+    rows = [{"prompt": "x", "id": name} for name in "abc"]
+    forwards = [build(one, row).seed for row in rows]
+    backwards = [build(two, row).seed for row in reversed(rows)]
+    assert forwards == backwards[::-1]
+    assert len(set(forwards)) == 3
+    assert forwards[0] == seeds.row_seed(7, seeds.row_key_of_id("a"))
+
+
+def test_rows_without_id_are_keyed_by_content_and_occurrence(tokenizer: Tokenizer) -> None:
+    builder = make(tokenizer)
+    prompts = ["x", "y", "x", "x"]
+    built = [build(builder, {"prompt": prompt}).seed for prompt in prompts]
+    assert len(set(built)) == 4
+    other = make(tokenizer)
+    build(other, {"prompt": "new first row"})
+    assert [build(other, {"prompt": prompt}).seed for prompt in prompts] == built
+
+
+def test_a_rows_own_seed_repeats_the_prompt_anywhere(tokenizer: Tokenizer) -> None:
+    def seed(prompt: str, own: int | None, row_id: str, run_seed: int) -> int:
+        builder = make(tokenizer, f"sampling.seed={run_seed}")
+        return build(builder, {"prompt": prompt, "id": row_id, "sampling": {"seed": own}}).seed
+
+    assert seed("x", 5, "a", 1) == seed("x", 5, "b", 2)
+    assert seed("x", 5, "a", 1) != seed("y", 5, "a", 1)
+    assert seed("x", 5, "a", 1) != seed("x", 6, "a", 1)
+    assert seed("x", None, "a", 1) == seeds.row_seed(1, seeds.row_key_of_id("a"))
+
+
+def test_a_drawn_run_seed_gives_every_row_its_own(tokenizer: Tokenizer) -> None:
+    builder = PromptBuilder(recipe_from_settings(), tokenizer, max_model_len=LIMIT, vocab_size=4096)
+    assert len({build(builder, {"prompt": "x"}).seed for _ in range(20)}) == 20

@@ -1,0 +1,159 @@
+"""Law 1: the tokens of a row are those of plain decoding alone, whatever the drafts, the batch, the chunks, the cache.
+
+Bitwise, float32, on the CPU. REF is the row without drafts, alone in an engine for one row without prefix cache.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from harness import Harness, Result, Row, oracle, reference, run_rows, scripted
+from tiny import write_checkpoint
+
+from specgen.sampling_params import SamplingParams
+
+VOCAB = 64
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+def make_rows(seed: int, num: int) -> list[Row]:
+    """Prompts of ragged lengths, some with shared prefixes, under every sampling parameter, greedy and random."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(VOCAB) for _ in range(19)]
+    rows = []
+    for i in range(num):
+        prompt = shared[: rng.choice([0, 0, 4, 9, 19])] + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 14))]
+        params = SamplingParams(
+            temperature=rng.choice([0.0, 0.8]),
+            top_k=rng.choice([0, 0, 5]),
+            top_p=rng.choice([1.0, 0.9]),
+            repetition_penalty=rng.choice([1.0, 1.0, 1.3]),
+            frequency_penalty=rng.choice([0.0, 0.0, 0.4]),
+            presence_penalty=rng.choice([0.0, 0.0, -0.3]),
+            max_tokens=rng.randint(1, 24),
+            ignore_eos=rng.random() < 0.3,
+            stop_token_ids=rng.choice([(), (7,)]),
+        )
+        rows.append(Row(prompt, params, seed=1000 * seed + i))
+    return rows
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    return make_rows(1, 16)
+
+
+@pytest.fixture(scope="module")
+def ref(tiny: Path, rows: list[Row]) -> list[Result]:
+    return reference(tiny, rows, eos=[3])
+
+
+def assert_same(got: list[Result], want: list[Result]) -> None:
+    assert [r.token_ids for r in got] == [r.token_ids for r in want]
+    assert [(r.finish_reason, r.stop) for r in got] == [(r.finish_reason, r.stop) for r in want]
+
+
+def drafters(name: str, rows: list[Row], ref: list[Result]):  # type: ignore[no-untyped-def]
+    ragged = random.Random(5)
+    return {
+        "mtp": None,
+        "oracle": oracle(rows, ref),
+        "anti": oracle(rows, ref, lambda t: (t + 1) % VOCAB),
+        "script": scripted(lambda seed, committed: [ragged.randrange(-1, VOCAB) for _ in range(ragged.randrange(6))]),
+    }[name]
+
+
+def test_the_rows_exercise_every_end(ref: list[Result]) -> None:
+    ends = {(r.finish_reason, r.stop) for r in ref}
+    assert {("stop", "<eos>"), ("stop", 7), ("length", None)} <= ends
+    assert len({tuple(r.token_ids) for r in ref}) > 10
+
+
+@pytest.mark.parametrize("k", range(6))
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("drafter", ["mtp", "oracle", "anti", "script"])
+def test_any_draft_length_and_drafter(
+    tiny: Path, rows: list[Row], ref: list[Result], k: int, asynchronous: bool, drafter: str
+) -> None:
+    if k == 0 and drafter != "mtp":
+        pytest.skip("no drafts, no drafter")
+    options = {"drafter": drafters(drafter, rows, ref)} if k else {}
+    assert_same(run_rows(tiny, rows, k=k, eos=[3], async_scheduling=asynchronous, **options), ref)
+
+
+CASES = [
+    (k, budget, seqs, num_blocks, prefix, asynchronous)
+    for k in (0, 1, 3, 5)
+    for budget in (5, 64, 4096)
+    for seqs in (1, 3, 16)
+    for num_blocks in (18, 512)
+    for prefix in (False, True)
+    for asynchronous in (False, True)
+]
+
+
+@pytest.mark.parametrize("case", range(0, len(CASES), 4))
+def test_any_chunks_company_pool_and_cache(tiny: Path, rows: list[Row], ref: list[Result], case: int) -> None:
+    """A quarter of the full grid, a different quarter of each axis; a pool of 17 blocks forces preemption."""
+    k, budget, seqs, num_blocks, prefix, asynchronous = CASES[case + (case // 4) % 4]
+    options = {"prefix_caching": prefix, "async_scheduling": asynchronous, "num_blocks": num_blocks}
+    assert_same(run_rows(tiny, rows, k=k, budget=budget, max_num_seqs=seqs, eos=[3], **options), ref)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("k", [0, 3])
+def test_preemption_happens_and_changes_nothing(
+    tiny: Path, rows: list[Row], ref: list[Result], k: int, asynchronous: bool
+) -> None:
+    harness = Harness(tiny, k=k, num_blocks=18, eos=[3], async_scheduling=asynchronous)
+    assert_same(harness.run(rows), ref)
+    assert harness.scheduler.num_preemptions > 0
+    assert_same(harness.run(rows), ref)  # the loop is entered again, over a used pool
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_warm_equals_cold(tiny: Path, rows: list[Row], ref: list[Result], k: int) -> None:
+    harness = Harness(tiny, k=k, num_blocks=300, eos=[3])
+    assert_same(harness.run(rows), ref)
+    warm = harness.run(rows)
+    assert_same(warm, ref)
+    assert sum(r.num_cached_tokens for r in warm) > sum(len(row.prompt) for row in rows) / 2
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_several_draft_layers(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[Row], layers: int, k: int
+) -> None:
+    folder = write_checkpoint(tmp_path_factory.getbasetemp() / f"mtp{layers}", num_nextn_predict_layers=layers)
+    want = reference(folder, rows, eos=[3])
+    harness = Harness(folder, k=k, budget=16, num_blocks=200, eos=[3], async_scheduling=k % 2 == 1)
+    cold = harness.run(rows)
+    assert_same(cold, want)
+    assert_same(harness.run(rows), want)
+
+
+def test_generated_rows(tiny: Path) -> None:
+    """Other rows in each round, a random engine for each; every row against REF."""
+    for seed in range(2, 8):
+        rng = random.Random(seed)
+        rows = make_rows(seed, 12)
+        want = reference(tiny, rows, eos=[3])
+        got = run_rows(
+            tiny,
+            rows,
+            k=rng.randint(1, 5),
+            budget=rng.choice([3, 7, 33, 4096]),
+            max_num_seqs=rng.choice([2, 5, 12]),
+            num_blocks=rng.choice([14, 20, 400]),
+            block_size=rng.choice([4, 16]) if rng.random() < 0.5 else 8,
+            eos=[3],
+            async_scheduling=rng.random() < 0.5,
+        )
+        assert_same(got, want)

@@ -1,0 +1,157 @@
+"""Recipes: every value with its origin, and every mistake with its place and the nearest real key."""
+
+from pathlib import Path
+
+import pytest
+
+from specgen.errors import RecipeError
+from specgen.recipe import KEYS, Recipe, SpeculationSection, load_recipe, recipe_from_settings
+
+RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "job.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_shipped_recipes_load_and_find_their_prompts(path: Path) -> None:
+    recipe = load_recipe(path)
+    assert Path(str(recipe.input.path)).is_file()
+    assert recipe.model.path == "stories-7m"
+    assert recipe.output.path == f"{path.stem}.jsonl"
+
+
+def test_values_know_their_origin(tmp_path: Path) -> None:
+    path = write(tmp_path, "model:\n  path: stories-7m\nsampling:\n  # warm\n  temperature: 0.6\n  top_k: 4\n")
+    recipe = load_recipe(path, ["sampling.top_k=9", "engine.num_blocks=null"], {"output.path": "-"})
+    assert recipe.sampling.temperature == 0.6
+    assert recipe.sampling.top_k == 9
+    origins = recipe.origins
+    assert origins["sampling.temperature"] == f"{path}:5"
+    assert origins["sampling.top_k"] == "--set"
+    assert origins["output.path"] == "command line"
+    assert origins["sampling.seed"] == "drawn"
+    assert origins["sampling.top_p"] == "default"
+    assert set(origins) == set(KEYS)
+
+
+def test_a_drawn_seed_is_fresh_and_a_given_one_stays(tmp_path: Path) -> None:
+    path = write(tmp_path, "model: {path: x}")
+    assert load_recipe(path).sampling.seed != load_recipe(path).sampling.seed
+    assert load_recipe(path, ["sampling.seed=0"]).sampling.seed == 0
+
+
+def test_the_written_recipe_says_the_same_and_can_be_repeated(tmp_path: Path) -> None:
+    text = "model: {path: 'a # b'}\ninput: {path: in.jsonl, prompt: 'null'}\nsampling: {temperature: 1e-3}\n"
+    recipe = load_recipe(write(tmp_path, text), ["sampling.stop_token_ids=[3, 4]"])
+    written = recipe.to_yaml_with_origins()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    assert load_recipe(write(elsewhere, written)) == recipe
+    assert "# drawn" in written
+    assert "# --set" in written
+
+
+def test_paths_are_relative_to_whoever_said_them(tmp_path: Path) -> None:
+    path = write(tmp_path, "model: {path: weights}\ninput: {path: in.jsonl}\noutput: {path: out.jsonl}\n")
+    assert load_recipe(path).model.path == "weights"
+    (tmp_path / "weights").mkdir()
+    recipe = load_recipe(path)
+    assert recipe.model.path == str(tmp_path / "weights")
+    assert recipe.input.path == str(tmp_path / "in.jsonl")
+    assert recipe.output.path == "out.jsonl"
+    assert load_recipe(path, ["input.path=here.jsonl"]).input.path == "here.jsonl"
+    assert load_recipe(path, [], {"input.path": "-"}).input.path == "-"
+
+
+def test_a_folder_beside_the_recipe_does_not_hide_a_bundled_model(tmp_path: Path) -> None:
+    (tmp_path / "stories-7m").mkdir()
+    assert load_recipe(write(tmp_path, "model: {path: stories-7m}")).model.path == "stories-7m"
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "parts"),
+    [
+        ("model:\n  pth: x\n", 2, ["'model.pth'", "did you mean 'model.path'?"]),
+        ("mdel:\n  path: x\n", 1, ["'mdel'", "did you mean 'model'?"]),
+        ("num_tokens: 3\n", 1, ["'num_tokens'", "did you mean 'speculation.num_tokens'?"]),
+        ("sampling:\n  num_tokens: 3\n", 2, ["did you mean 'speculation.num_tokens'?"]),
+        ("sampling.top_k: 3\n", 1, ["write it as top_k: under sampling:"]),
+        ("model: {path: 3}\n", 1, ["model.path must be", "not 3"]),
+        ("a: b: c\n", 1, ["not valid YAML"]),
+        ("model:\n  path: x\n  path: y\n", 3, ["model.path is given twice, first in line 2"]),
+        ("model: {path: x}\nmodel: {path: y}\n", 2, ["model is given twice"]),
+        ("engine: {exactness: fast}\n", 1, ["'fast' is not supported by this version"]),
+        ("speculation: {method: ratio}\n", 1, ["'ratio' is not supported by this version"]),
+        ("speculation: {method: synthetic}\n", 1, ["'synthetic' is not supported by this version"]),
+        ("speculation: {method: exakt}\n", 1, ["did you mean 'exact'?"]),
+        ("speculation: {num_tokens: 17}\n", 1, ["from 0 (plain decoding) to 16, not 17"]),
+        ("speculation: {num_tokens: true}\n", 1, ["not True"]),
+        ("input: {messages: m}\n", 1, ["chat messages are not supported"]),
+        ("engine: [1]\n", 1, ["section 'engine' must be a mapping"]),
+        ("engine: 1\n", 1, ["section 'engine' must be a mapping"]),
+        ("- model\n", 1, ["the recipe must be a mapping"]),
+        ("sampling:\n  top_p: .nan\n", 2, ["sampling.top_p must be", "not nan"]),
+        ("sampling:\n  repetition_penalty: 0\n", 2, ["sampling.repetition_penalty must be", "not 0"]),
+        ("sampling:\n  max_tokens: 16.0\n", 2, ["sampling.max_tokens must be", "null, to the model's limit,"]),
+        ("model:\n  path: !!python/object:os.system x\n", 2, ["this value is not valid"]),
+        ("sampling: {stop_token_ids: &a [*a]}\n", 1, ["sampling.stop_token_ids must be"]),
+        ("? [a]\n: b\n", 1, ["unknown key"]),
+    ],
+)
+def test_mistakes_name_place_and_remedy(tmp_path: Path, text: str, line: int, parts: list[str]) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path)
+    assert str(caught.value).startswith(f"{path}:{line}: ")
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "part"),
+    [
+        ("sampling", "not of the form"),
+        ("=3", "not of the form"),
+        ("speculation.num_token=1", "did you mean 'speculation.num_tokens'?"),
+        ("speculation.num_tokens=[", "not valid YAML"),
+        ("speculation.num_tokens=", "must be an integer"),
+        ("sampling.temperature=abc", "not 'abc'"),
+    ],
+)
+def test_mistakes_in_set(tmp_path: Path, setting: str, part: str) -> None:
+    with pytest.raises(RecipeError, match=r"^--set") as caught:
+        load_recipe(write(tmp_path, "model: {path: x}"), [setting])
+    assert part in str(caught.value)
+
+
+def test_files_that_are_no_recipe(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="no such recipe"):
+        load_recipe(tmp_path / "missing.yaml")
+    with pytest.raises(RecipeError, match="folder"):
+        load_recipe(tmp_path)
+    with pytest.raises(RecipeError, match="empty"):
+        load_recipe(write(tmp_path, "# nothing\n"))
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RecipeError, match="not UTF-8"):
+        load_recipe(binary)
+
+
+def test_sections_may_be_empty_and_a_bom_is_skipped(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, "\ufeffmodel:\n  path: x\nsampling:\n  # temperature: 0.6\nengine: null\n"))
+    assert recipe.sampling.temperature == 1.0
+
+
+def test_records_made_in_python_are_checked_too() -> None:
+    with pytest.raises(RecipeError, match=r"speculation\.num_tokens must be"):
+        SpeculationSection(num_tokens=-1)
+    assert Recipe().speculation.num_tokens == 3
+
+
+def test_a_recipe_without_a_file() -> None:
+    recipe = recipe_from_settings(["sampling.top_k=3"], {"model.path": "stories-7m", "sampling.top_k": 2})
+    assert (recipe.model.path, recipe.sampling.top_k) == ("stories-7m", 3)
