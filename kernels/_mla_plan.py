@@ -1,7 +1,7 @@
 """How the CPU's latent attention cuts a step into tiles of queries and chunks of keys. It knows positions, not numbers.
 
-A tile has a fixed number of query rows and meets the chunks in a fixed order, counted from position 0; which tiles run together
-is a matter of speed alone.
+A tile has a fixed number of query rows and meets the chunks in a fixed order, counted from position 0; which tiles run
+together is a matter of speed alone.
 """
 
 import functools

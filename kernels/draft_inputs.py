@@ -304,10 +304,9 @@ def prepare_draft_decode_triton(
 ) -> DraftDecode:
     """Return what `prepare_draft_decode` returns, by one program a request."""
     num_reqs, device = idx_mapping.shape[0], drafts.device
-    out = DraftDecode(
-        *(torch.empty(num_reqs * width, dtype=torch.int64, device=device) for _ in range(3)),
-        torch.empty(num_reqs, dtype=torch.int32, device=device),
-    )
+    input_ids = torch.empty(num_reqs * width, dtype=torch.int64, device=device)
+    seq_lens = torch.empty(num_reqs, dtype=torch.int32, device=device)
+    out = DraftDecode(input_ids, torch.empty_like(input_ids), torch.empty_like(input_ids), seq_lens)
     if num_reqs:
         _draft_decode_kernel[(num_reqs,)](
             *out,

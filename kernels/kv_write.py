@@ -6,9 +6,7 @@ from specgen.kernels._checks import check, check_same_device
 from specgen.kernels._triton import tl, triton
 
 
-def write_latent_kv(
-    kv_c: torch.Tensor, k_pe: torch.Tensor, slot_mapping: torch.Tensor, kv_cache: torch.Tensor
-) -> None:
+def write_latent_kv(kv_c: torch.Tensor, k_pe: torch.Tensor, slot_mapping: torch.Tensor, kv_cache: torch.Tensor) -> None:
     """Slot `slot_mapping[t]` of the cache holds [kv_c[t], k_pe[t]]; a slot of -1 writes nothing anywhere.
 
     kv_c: [T, R], k_pe: [T, P], rows may be strided; slot_mapping: [T] int64, distinct where not negative;

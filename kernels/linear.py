@@ -1,10 +1,10 @@
 """Dense products whose row bits don't depend on how many rows are in the call.
 
-On CUDA cuBLAS does it, once its workspace is taken away (the worker sets that before the first use). On the CPU the library
-picks its kernel by row count: measured (AVX-512, MKL, float32, 1 and 2 threads) rows are equal for every count from 12 up and
-others below, in bfloat16 for every count. So rows are padded to a multiple of 16, and a self-test of a few milliseconds at the
-first use of a shape falls back to products over one fixed block of rows where that doesn't hold, and to single rows where even
-the place in the block matters (seen for odd and tiny shapes, 33 x 7).
+On CUDA cuBLAS does it, once its workspace is taken away (the worker sets that before the first use). On the CPU the
+library picks its kernel by row count: measured (AVX-512, MKL, float32, 1 and 2 threads) rows are equal for every count
+from 12 up and others below, in bfloat16 for every count. So rows are padded to a multiple of 16, and a self-test of a
+few milliseconds at the first use of a shape falls back to products over one fixed block of rows where that doesn't
+hold, and to single rows where even the place in the block matters (seen for odd and tiny shapes, 33 x 7).
 """
 
 import functools
@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from specgen.kernels._checks import check, check_same_device
+from specgen.kernels._triton import tl, triton
 
 ROW_MULTIPLE = 16
 MAX_ROWS = 256  # more rows go in several calls, so that the self-test sees every row count that is ever used
@@ -34,12 +35,47 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     check("x", x, x.dtype, None, None)
     check("weight", weight, x.dtype, None, x.shape[1])
     check_same_device(x=x, weight=weight)
-    return F.linear(x, weight) if x.is_cuda else linear_torch(x, weight)
+    if not x.is_cuda:
+        return linear_torch(x, weight)
+    return linear_triton(x, weight) if x.dtype == torch.float32 else F.linear(x, weight)
 
 
 def linear_torch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return what `linear` returns, by the CPU's row-stable form."""
     return _by_rows(x, weight, _mode("linear", weight), F.linear)
+
+
+@triton.jit
+def _linear_kernel(
+    x_ptr, weight_ptr, out_ptr, num_rows, num_columns, x_stride, inner: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_INNER: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    columns = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    acc = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
+    for start in range(0, inner, BLOCK_INNER):
+        k = start + tl.arange(0, BLOCK_INNER)
+        x_mask = (rows[:, None] < num_rows) & (k[None, :] < inner)
+        x = tl.load(x_ptr + rows[:, None].to(tl.int64) * x_stride + k[None, :], mask=x_mask, other=0.0)
+        w_mask = (columns[None, :] < num_columns) & (k[:, None] < inner)
+        w = tl.load(weight_ptr + columns[None, :].to(tl.int64) * inner + k[:, None], mask=w_mask, other=0.0)
+        acc = tl.dot(x, w, acc, input_precision="ieee")
+    out_mask = (rows[:, None] < num_rows) & (columns[None, :] < num_columns)
+    tl.store(out_ptr + rows[:, None].to(tl.int64) * num_columns + columns[None, :], acc, mask=out_mask)
+
+
+def linear_triton(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return what `linear` returns, by a fixed tile and one order of the inner sum. float32."""
+    weight = weight.contiguous()
+    num_rows, num_columns = x.shape[0], weight.shape[0]
+    out = x.new_empty(num_rows, num_columns)
+    grid = (triton.cdiv(num_rows, 16), triton.cdiv(num_columns, 32))
+    if num_rows:
+        _linear_kernel[grid](
+            x, weight, out, num_rows, num_columns, x.stride(0), weight.shape[1],
+            BLOCK_ROWS=16, BLOCK_COLUMNS=32, BLOCK_INNER=64,
+        )  # fmt: skip
+    return out
 
 
 def batched_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -75,7 +111,7 @@ def rows_keep_bits(rows: int, inner: int, columns: int, transposed: bool, dtype:
 
 
 def cpu_linear_mode() -> str:
-    """Return how the CPU's products have been made so far: `direct`, `blocked` or `single` (fallbacks), or `mixed`; for logs."""
+    """Return how the CPU's products have been made so far, for logs: `direct`, `blocked`, `single` or `mixed`."""
     modes = set(_MODES.values())
     return modes.pop() if len(modes) == 1 else ("mixed" if modes else "direct")
 

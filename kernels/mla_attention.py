@@ -1,12 +1,13 @@
 """Paged, causal multi-head latent attention in absorbed form: queries against the cached latents themselves.
 
-A row (one query token, all heads) has one arithmetic whether it comes as decode, verification or prefill chunk: tiles of a fixed
-number of query rows, keys in a fixed order of chunks counted from position 0, running softmax in float32. A chunk that a row
-can't see changes nothing in it (factor 1, sum + 0), so neighbours, chunking, padding and block placement don't reach its bits.
-Unwritten slots may hold NaN: keys outside a row's range are masked, and their values cleared, before they are multiplied.
-On CUDA a long context is cut into splits of a fixed number of keys, whose partial results are joined in their order; one split
-gives the same bits as a join of one, so the bound `max_seq_len` doesn't matter either.
-Measured on the CPU (AVX-512, 1 and 2 threads): bmm's item bits depend neither on the number of items nor on the row's place.
+A row (one query token, all heads) has one arithmetic whether it comes as decode, verification or prefill chunk: tiles
+of a fixed number of query rows, keys in a fixed order of chunks counted from position 0, running softmax in float32. A
+chunk that a row can't see changes nothing in it (factor 1, sum + 0), so neighbours, chunking, padding and block
+placement don't reach its bits. Unwritten slots may hold NaN: keys outside a row's range are masked, and their values
+cleared, before they are multiplied. On CUDA a long context is cut into splits of a fixed number of keys, whose partial
+results are joined in their order; one split gives the same bits as a join of one, so the bound `max_seq_len` doesn't
+matter either. Measured on the CPU (AVX-512, 1 and 2 threads): bmm's item bits depend neither on the number of items nor
+on the row's place.
 """
 
 import numpy as np
@@ -42,11 +43,13 @@ def mla_attention(
 ) -> torch.Tensor:
     """Return every query's softmax-weighted sum of the latents it may see.
 
-    q: [T, H, R + P], contiguous; kv_cache: [num_blocks, block_size, R + P], same dtype, the first R columns are the values;
-    block_tables: [slots, MB] int32; idx_mapping: [B] int32 (request -> slot, -1 padded); query_start_loc: [B + 1] int32;
-    seq_lens: [B] int32. Query token i of request b sits at position seq_lens[b] - query_len + i and sees the keys
-    key_start..position. scale > 0 multiplies the scores; max_query_len and max_seq_len bound the step from the host.
-    Returns [T, H, R] in q's dtype; zeros for rows without a visible key, padded requests and tokens past the last request.
+    q: [T, H, R + P], contiguous; kv_cache: [num_blocks, block_size, R + P], same dtype, the first R columns are the
+    values; block_tables: [slots, MB] int32; idx_mapping: [B] int32 (request -> slot, -1 padded); query_start_loc: [B +
+    1] int32; seq_lens: [B] int32. Query token i of request b sits at position seq_lens[b] - query_len + i and sees the
+    keys key_start..position. scale > 0 multiplies the scores; max_query_len and max_seq_len bound the step from the
+    host.
+    Returns [T, H, R] in q's dtype; zeros for rows without a visible key, padded requests and tokens past the last
+    request.
     Raises: ValueError on a wrong dtype or shape.
     Source: DeepSeek-V2, arXiv 2405.04434, section 2.1 and appendix C.
     """
@@ -297,10 +300,10 @@ def _mla_step(
     ROPE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Take in the keys start..start + STEP_KEYS. MASKED: some row may not see them all, and none sees a key from `end` on.
+    """Take in the keys start..start + STEP_KEYS. MASKED: some row may not see all of them, none sees one from `end` on.
 
-    The maximum stays in raw units: exp2((score - max) * scale) leaves nothing to contract into a fused multiply-add, which
-    would give the masked and the plain form other bits.
+    The maximum stays in raw units: exp2((score - max) * scale) leaves nothing to contract into a fused multiply-add,
+    which would give the masked and the plain form other bits.
     """
     key = start + tl.arange(0, STEP_KEYS)
     latent_column = tl.arange(0, RANK)
@@ -364,7 +367,7 @@ def _mla_split_kernel(
     KEY_START: tl.constexpr,
     NO_MAX: tl.constexpr,
 ):
-    """One tile's rows against one split's keys: the result itself, or with several splits its partial (acc, max, sum)."""
+    """One tile's rows against one split's keys: the result, or with several splits its partial (acc, max, sum)."""
     split = tl.program_id(2)
     slot, q_row, count, position = _find_tile(
         first_tile + tl.program_id(0), idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES, SEARCH

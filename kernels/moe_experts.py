@@ -1,8 +1,9 @@
 """The routed experts of a mixture layer: grouped gate-up product, gated activation, grouped down product, weighted sum.
 
-It knows which expert each token chose, not why. A row's bits don't depend on the tile it lands in: products keep row bits
-(`linear`), and a token's experts are summed in its own top-k order. The Triton path sorts tokens by expert into tiles of a fixed
-number of rows without a look from the host: its grids come from bounds, and tiles past the real ones return at once.
+It knows which expert each token chose, not why. A row's bits don't depend on the tile it lands in: products keep row
+bits (`linear`), and a token's experts are summed in its own top-k order. The Triton path sorts tokens by expert into
+tiles of a fixed number of rows without a look from the host: its grids come from bounds, and tiles past the real ones
+return at once.
 """
 
 import numpy as np
@@ -26,8 +27,9 @@ def moe_experts(
 ) -> torch.Tensor:
     """Return, for each token, the sum over its experts e of weight * w2[e] @ silu_mul(w13[e] @ x).
 
-    x: [T, H], contiguous; topk_weights: [T, k] float32; topk_ids: [T, k] int32 in [0, E); w13: [E, 2 I, H], gate rows first;
-    w2: [E, H, I]; weights and x of one dtype. Products round to x's dtype, the sum runs in float32 and top-k order.
+    x: [T, H], contiguous; topk_weights: [T, k] float32; topk_ids: [T, k] int32 in [0, E); w13: [E, 2 I, H], gate rows
+    first; w2: [E, H, I]; weights and x of one dtype. Products round to x's dtype, the sum runs in float32 and top-k
+    order.
     Returns [T, H] in x's dtype. Raises: ValueError on a wrong dtype or shape.
     """
     num_tokens, hidden = x.shape
@@ -189,7 +191,7 @@ def _grouped_kernel(
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
 ):
-    """out[pair] = weight[expert] @ x[pair // pairs_a_row]; gated: the silu of the first half's rows times the second's."""
+    """out[pair] = weight[expert] @ x[pair // pairs_a_row]; gated: silu of the first half's rows times the second's."""
     tile = tl.program_id(1)
     expert = tl.load(tile_expert_ptr + tile).to(tl.int64)
     if expert >= 0:

@@ -1,4 +1,4 @@
-"""DeepSeek-V3's choice of experts: sigmoid scores, a selection bias, groups first. It knows router logits, not experts."""
+"""DeepSeek-V3's choice of experts: sigmoid scores, a bias for the choice, groups first. It knows logits only."""
 
 import torch
 
@@ -17,9 +17,10 @@ def route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each token's expert weights and ids, best choice first, ties to the lowest id.
 
-    router_logits: [T, E] float32; bias: [E] float32 or None, added for the choice only. The topk_group groups with the largest
-    sum of their two best choices stay, then the top_k best choices within them; weights are the scores there, divided by their
-    sum if norm_topk_prob, times scaling_factor. A NaN is never preferred. Returns ([T, top_k] float32, [T, top_k] int32).
+    router_logits: [T, E] float32; bias: [E] float32 or None, added for the choice only. The topk_group groups with the
+    largest sum of their two best choices stay, then the top_k best choices within them; weights are the scores there,
+    divided by their sum if norm_topk_prob, times scaling_factor. A NaN is never preferred. Returns ([T, top_k] float32,
+    [T, top_k] int32).
     Raises: ValueError on a wrong dtype or shape, or impossible counts.
     Source: DeepSeek-V3, arXiv 2412.19437, eq. 12-16, with the node-limited routing of section 2.1.2.
     """
@@ -131,7 +132,8 @@ def _route_kernel(
     choice = scores
     if HAS_BIAS:
         choice = scores + tl.load(bias_ptr + expert, mask=exists, other=0.0)
-    # What can't be chosen is -inf; what has been chosen is removed from `free`, so that even all -inf gives distinct ids.
+    # What can't be chosen is -inf; what has been chosen is removed from `free`, so that even all -inf gives distinct
+    # ids.
     choice = tl.where(exists & (choice == choice), choice, float("-inf"))
     free = exists
 

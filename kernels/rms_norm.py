@@ -1,14 +1,26 @@
 """RMS norm by row, with an optional residual sum in front. It knows rows of numbers only.
 
-Rounding follows transformers' DeepseekV3RMSNorm: normalise in float32, round to the input's dtype, then times the weight.
-Measured on the CPU (AVX-512, 1 and 2 threads): mean and float32 rsqrt give the same row bits for every number of rows;
-bfloat16 rsqrt doesn't, so the statistics stay in float32.
+Rounding follows transformers' DeepseekV3RMSNorm: normalise in float32, round to the input's dtype, then times the
+weight. Measured on the CPU (AVX-512, 1 and 2 threads): mean and float32 rsqrt give the same row bits for every number
+of rows; bfloat16 rsqrt doesn't, so the statistics stay in float32.
 """
+
+from typing import overload
 
 import torch
 
 from specgen.kernels._checks import check, check_same_device
 from specgen.kernels._triton import tl, triton
+
+
+@overload
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: None = None) -> torch.Tensor: ...
+
+
+@overload
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def rms_norm(

@@ -1,7 +1,7 @@
 """The gated activation silu(gate) * up. It knows a row of 2 I numbers, gate first.
 
-Measured on the CPU (AVX-512, float32): torch's sigmoid, silu and exp2 have another scalar tail, so their bits depend on where an
-element lies; exp, division and products don't. The twin is built of those.
+Measured on the CPU (AVX-512, float32): torch's sigmoid, silu and exp2 have another scalar tail, so their bits depend on
+where an element lies; exp, division and products don't. The twin is built of those.
 """
 
 import torch

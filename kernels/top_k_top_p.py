@@ -13,8 +13,9 @@ from specgen.kernels._triton import tl, triton
 _ONE = 2.0**35  # the weight of the row's largest logit; 150,000 such weights still add up exactly in float64
 _NUM_BUCKETS = 1024  # the twin's buckets by distance from the top; weights are 0 before the last one
 _BUCKETS_PER_UNIT = 40.0
-_CHUNK_ELEMENTS = 1 << 18
+_CHUNK_ELEMENTS = 1 << 18  # working set of the twin: stays in the second-level cache
 _LARGEST = torch.finfo(torch.float32).max
+_MINUS_INF = torch.tensor(-torch.inf)
 
 
 def apply_top_k_top_p(logits: torch.Tensor, row_slots: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> None:
@@ -41,56 +42,57 @@ def apply_top_k_top_p_torch(
     """Do what `apply_top_k_top_p` does, by torch operations."""
     vocab = logits.shape[1]
     slots = row_slots.long().clamp(min=0)
-    k, p = top_k[slots].long(), top_p[slots].double()
-    k = torch.where((row_slots >= 0) & (k > 0) & (k < vocab), k, 0)
-    p = torch.where((row_slots >= 0) & (p < 1), p, 1.0)
-    rows = ((k > 0) | (p < 1)).nonzero().flatten()
-    step = max(1, _CHUNK_ELEMENTS // vocab)
-    for start in range(0, rows.numel(), step):
-        part = rows[start : start + step]
-        logits[part] = _filtered(logits[part], k[part], p[part])
+    k, p = top_k[slots].double(), top_p[slots].double()
+    live = row_slots >= 0
+    for chosen, limit, by_mass in ((live & (k > 0) & (k < vocab), k, False), (live & (p < 1), p, True)):
+        rows = chosen.nonzero().flatten()
+        step = max(1, _CHUNK_ELEMENTS // vocab)
+        for start in range(0, rows.numel(), step):
+            part = rows[start : start + step]
+            first, count = int(part[0]), part.numel()
+            if int(part[-1]) - first == count - 1:
+                block = logits[first : first + count]  # adjacent rows: a view
+                torch.where(block >= _threshold(block, limit[part], by_mass), block, _MINUS_INF, out=block)
+            else:
+                block = logits[part]
+                logits[part] = torch.where(block >= _threshold(block, limit[part], by_mass), block, _MINUS_INF)
 
 
-def _filtered(logits: torch.Tensor, k: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """Return `logits [n, V]` with the tokens outside each row's top-k (0 = off) and top-p (1 = off) at -inf."""
-    top = logits.amax(dim=1)
-    if bool(top.isnan().any()):
-        logits = torch.where(logits.isnan(), -torch.inf, logits)
-        top = logits.amax(dim=1)
-    top = top.clamp(-_LARGEST, _LARGEST)[:, None]
-    rows = (k > 0).nonzero().flatten()
-    if rows.numel():
-        part = logits[rows]
-        edge = _edge(part, top[rows], torch.ones((), dtype=torch.int64).expand(part.shape), k[rows].double())
-        logits = logits.index_copy(0, rows, torch.where(part >= edge, part, -torch.inf))
-    rows = (p < 1).nonzero().flatten()
-    if rows.numel():
-        part = logits[rows]
+def _threshold(logits: torch.Tensor, limit: torch.Tensor, by_mass: bool) -> torch.Tensor:
+    """Return the smallest logit that top-k or (`by_mass`) top-p keeps in each row of `logits [n, V]`, as `[n, 1]`."""
+    top = logits.amax(dim=1, keepdim=True)
+    if not bool((top.abs() < torch.inf).all()):
+        logits = torch.where(logits.isnan(), -torch.inf, logits).clamp_(max=_LARGEST)
+        top = logits.amax(dim=1, keepdim=True).clamp_(min=-_LARGEST)
+    below = top - logits
+    if by_mass:
         # float64 inside, so that a library's last bit hardly ever reaches the integer; exp(-30) is 0 units.
-        weights = (part - top[rows]).clamp_(-30.0, 0.0).double().exp_().mul_(_ONE).long()
-        edge = _edge(part, top[rows], weights, p[rows] * weights.sum(dim=1))
-        logits = logits.index_copy(0, rows, torch.where(part >= edge, part, -torch.inf))
-    return logits
+        units = below.clamp(max=30.0).neg_().double().exp_().mul_(_ONE).long()
+        wanted = (limit * units.sum(dim=1))[:, None]
+    else:
+        units = torch.ones((), dtype=torch.int64).expand(logits.shape)
+        wanted = limit[:, None]
+    return _edge(logits, below, units, wanted)
 
 
-def _edge(logits: torch.Tensor, top: torch.Tensor, units: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Return the smallest logit of each row `[n, 1]` above which the summed `units [n, V] int64` stay below `wanted
-    [n]`.
+def _edge(logits: torch.Tensor, below: torch.Tensor, units: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Return the smallest logit of each row, `[n, 1]`, above which the summed `units [n, V]` stay under `wanted [n,
+    1]`.
 
-    The sums by bucket of distance from `top [n, 1]` find the bucket in which that happens; only its logits are put in
-    order.
+    Sums by bucket of distance from the top, `below [n, V]`, find the bucket in which that happens; only its logits
+    are put in order. Overwrites `below`.
     """
-    wanted = wanted[:, None]
-    bucket = torch.sub(top, logits.clamp(max=_LARGEST)).mul_(_BUCKETS_PER_UNIT).clamp_(max=_NUM_BUCKETS - 1).long()
-    in_bucket = torch.zeros((logits.shape[0], _NUM_BUCKETS), dtype=torch.int64).scatter_add_(1, bucket, units)
+    num_rows = logits.shape[0]
+    bucket = below.mul_(_BUCKETS_PER_UNIT).clamp_(max=_NUM_BUCKETS - 1).floor_()
+    in_bucket = torch.zeros((num_rows, _NUM_BUCKETS), dtype=torch.int64).scatter_add_(1, bucket.long(), units)
     through = in_bucket.cumsum(dim=1)
     at = (through < wanted).sum(dim=1, keepdim=True).clamp(max=_NUM_BUCKETS - 1)
     above = (through - in_bucket).gather(1, at)
 
-    rows, ids = (bucket == at).nonzero(as_tuple=True)
-    counts = torch.bincount(rows, minlength=logits.shape[0])
+    rows, ids = (bucket == at.float()).nonzero(as_tuple=True)
+    counts = torch.bincount(rows, minlength=num_rows)
     column = torch.arange(rows.numel()) - (counts.cumsum(0) - counts)[rows]
-    values = torch.full((logits.shape[0], max(int(counts.max()), 1)), -torch.inf)
+    values = torch.full((num_rows, max(int(counts.max()), 1)), -torch.inf)
     values[rows, column] = logits[rows, ids]
     of_value = torch.zeros(values.shape, dtype=torch.int64)
     of_value[rows, column] = units[rows, ids]
@@ -225,7 +227,7 @@ def _bucket_kernel(
     vocab_size,
     BY_MASS: tl.constexpr,
 ):
-    """Find the bucket in which the sum from the top reaches what is wanted, and clear the sums."""
+    """Find the bucket in which the sum from the top reaches what is wanted."""
     row = tl.program_id(0).to(tl.int64)
     if _is_off(row, row_slots_ptr, top_k_ptr, top_p_ptr, vocab_size, BY_MASS):
         return
@@ -240,7 +242,6 @@ def _bucket_kernel(
     tl.store(edge_bucket_ptr + row, edge)
     tl.store(above_ptr + row, tl.sum(tl.where(bucket < edge, sums, 0), axis=0))
     tl.store(wanted_ptr + row, wanted)
-    tl.store(sums_ptr + row * 1024 + bucket, tl.zeros([1024], tl.int64))
 
 
 @triton.jit
@@ -307,7 +308,6 @@ def _edge_kernel(
     above = tl.load(above_ptr + row)
     wanted = tl.load(wanted_ptr + row)
     left = tl.load(num_collected_ptr + row)
-    tl.store(num_collected_ptr + row, 0)
     fits = left <= max_collected
     source = tl.where(fits, collected_ptr + row * max_collected, logits_ptr + row * logits_stride)
     length = tl.where(fits, left, vocab_size)
@@ -387,19 +387,21 @@ def apply_top_k_top_p_triton(
     limits = (row_slots, top_k, top_p, vocab)
     top_key = torch.full((num_rows,), -(2**31), dtype=torch.int32, device=device)
     threshold = torch.full((num_rows,), -torch.inf, dtype=torch.float32, device=device)
-    sums = torch.zeros((num_rows, _NUM_BUCKETS), dtype=torch.int64, device=device)
+    # By filter: a kernel that cleared for the next would race with its own other warps' reads.
+    sums = torch.zeros((2, num_rows, _NUM_BUCKETS), dtype=torch.int64, device=device)
+    num_collected = torch.zeros((2, num_rows), dtype=torch.int32, device=device)
     edge_bucket = torch.empty(num_rows, dtype=torch.int32, device=device)
     above = torch.empty(num_rows, dtype=torch.int64, device=device)
     wanted = torch.empty(num_rows, dtype=torch.float64, device=device)
-    num_collected = torch.zeros(num_rows, dtype=torch.int32, device=device)
     collected = torch.empty((num_rows, min(vocab, _MAX_COLLECTED)), dtype=torch.float32, device=device)
-    scratch = (collected, collected.shape[1], num_collected, edge_bucket)
 
     row, split = (num_rows,), (num_rows, max(1, min(triton.cdiv(vocab, _BLOCK), _PROGRAMS // num_rows)))
     _top_kernel[split](top_key, *row_of, *limits, BLOCK=_BLOCK)
     for by_mass in (False, True):
-        _histogram_kernel[split](sums, top_key, threshold, *row_of, *limits, BY_MASS=by_mass, BLOCK=_BLOCK)
-        _bucket_kernel[row](edge_bucket, above, wanted, sums, *limits, BY_MASS=by_mass)
+        scratch = (collected, collected.shape[1], num_collected[int(by_mass)], edge_bucket)
+        of_filter = sums[int(by_mass)]
+        _histogram_kernel[split](of_filter, top_key, threshold, *row_of, *limits, BY_MASS=by_mass, BLOCK=_BLOCK)
+        _bucket_kernel[row](edge_bucket, above, wanted, of_filter, *limits, BY_MASS=by_mass)
         _collect_kernel[split](*scratch, top_key, threshold, *row_of, *limits, BY_MASS=by_mass, BLOCK=_BLOCK)
         _edge_kernel[row](
             threshold, *scratch, above, wanted, top_key, *row_of, *limits, BY_MASS=by_mass, BLOCK=_BLOCK // 4

@@ -110,7 +110,7 @@ class EngineSection:
     num_blocks: int | None = _key(None, checks.optional(_count("blocks"), "null, measured,"))
     memory_fraction: float = _key(0.85, checks.number(1e-6, 1.0, wanted="a number above 0 and up to 1"))
     enable_prefix_caching: bool = _key(True, checks.boolean())
-    async_scheduling: bool = _key(True, checks.boolean())
+    async_scheduling: bool | None = _key(None, checks.optional(checks.boolean(), "null, on with a GPU,"))
     exactness: str = _key("exact", checks.choice("exact", later=("fast",)))
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 QUICKSTART = str(ROOT / "recipes" / "quickstart.yaml")
 PROMPTS = (ROOT / "recipes" / "prompts" / "stories.jsonl").read_bytes().splitlines(keepends=True)
-SPECGEN = [sys.executable, "-c", "import sys; from specgen.cli.main import main; sys.exit(main())"]
+SPECGEN = [sys.executable, "-P", "-c", "import sys; from specgen.cli.main import main; sys.exit(main())"]
 
 
 @pytest.fixture(autouse=True)

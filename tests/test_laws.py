@@ -128,9 +128,7 @@ def test_warm_equals_cold(tiny: Path, rows: list[Row], ref: list[Result], k: int
 
 @pytest.mark.parametrize("layers", [2, 3])
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
-def test_several_draft_layers(
-    tmp_path_factory: pytest.TempPathFactory, rows: list[Row], layers: int, k: int
-) -> None:
+def test_several_draft_layers(tmp_path_factory: pytest.TempPathFactory, rows: list[Row], layers: int, k: int) -> None:
     folder = write_checkpoint(tmp_path_factory.getbasetemp() / f"mtp{layers}", num_nextn_predict_layers=layers)
     want = reference(folder, rows, eos=[3])
     harness = Harness(folder, k=k, budget=16, num_blocks=200, eos=[3], async_scheduling=k % 2 == 1)

@@ -50,6 +50,6 @@ def test_help_imports_neither_torch_nor_transformers() -> None:
         "heavy = {'torch', 'transformers', 'triton', 'numpy', 'tokenizers'} & set(sys.modules)\n"
         "assert codes == [0, 0, 0, 0] and not heavy, (codes, heavy)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert f"specgen {specgen.__version__}" in done.stdout

@@ -19,7 +19,7 @@ from specgen.engine.request import EngineOutput, EngineRequest
 from specgen.engine.scheduler import Scheduler, SchedulerConfig
 from specgen.errors import EngineError, RecipeError
 from specgen.kernels.linear import cpu_linear_mode
-from specgen.models.config import DeepseekV3Config, read_config
+from specgen.models.config import read_config
 from specgen.recipe import Recipe
 from specgen.worker.worker import DrafterFactory, Worker, WorkerConfig, resolve_device, resolve_dtype
 
@@ -29,22 +29,29 @@ logger = logging.getLogger(__name__)
 class EngineClient:
     """A loaded model under a running loop. Every method may be called from any thread.
 
+    The model is loaded in the loop's own thread: the CPU's OpenMP runtime keeps worker threads for every thread that
+    computes, and throttles all of them once there are more than cores.
+
     `description` names what was resolved (device, dtype, sizes, memory), for logs and the record beside the output.
     """
 
-    def __init__(self, worker: Worker, scheduler: Scheduler, description: dict[str, object], check: bool) -> None:
-        """Starts the loop; `create` is the usual way here."""
-        self.description = description
-        self.max_model_len = scheduler.config.max_model_len
-        self.vocab_size = worker.config.model.vocab_size
-        self.eos_token_ids = tuple(sorted(scheduler.config.eos_token_ids))
-        self._worker = worker
-        self._scheduler = scheduler
+    def __init__(self, build: Callable[[], tuple[Worker, Scheduler]], check: bool = False) -> None:
+        """Runs `build` and then the loop in a new thread; returns, or raises, when `build` does."""
         self._outputs: queue.SimpleQueue[list[EngineOutput] | BaseException] = queue.SimpleQueue()
-        self._core = EngineCore(scheduler, UniProcExecutor(worker), self._outputs.put, check_every_step=check)
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._ready = threading.Event()
+        start = time.perf_counter()
+        self._thread = threading.Thread(target=self._run, args=(build, check), name="engine", daemon=True)
         self._thread.start()
+        self._ready.wait()
+        if self._failure is not None:
+            self._thread.join()
+            raise self._failure
+        config = self._scheduler.config
+        self.description = _describe(self._worker, self._scheduler, time.perf_counter() - start)
+        self.max_model_len = config.max_model_len
+        self.vocab_size = self._worker.config.model.vocab_size
+        self.eos_token_ids = tuple(sorted(config.eos_token_ids))
 
     @classmethod
     def create(
@@ -62,22 +69,29 @@ class EngineClient:
         Raises:
             ModelError, EngineError, RecipeError: model, machine and recipe do not fit together.
         """
-        start = time.perf_counter()
-        config = _worker_config(recipe, folder)
-        worker = Worker(config, drafter_factory)
-        kv = KVBlockManager(
-            worker.budget.num_blocks, config.block_size, config.max_model_len, recipe.engine.enable_prefix_caching
-        )
-        scheduler = Scheduler(_scheduler_config(recipe, worker, eos_token_ids), kv)
-        description = _describe(worker, scheduler, time.perf_counter() - start)
-        return cls(worker, scheduler, description, check)
 
-    def _run(self) -> None:
+        def build() -> tuple[Worker, Scheduler]:
+            config = _worker_config(recipe, folder)
+            worker = Worker(config, drafter_factory)
+            caching = recipe.engine.enable_prefix_caching
+            kv = KVBlockManager(worker.budget.num_blocks, config.block_size, config.max_model_len, caching)
+            return worker, Scheduler(_scheduler_config(recipe, worker, eos_token_ids), kv)
+
+        return cls(build, check)
+
+    def _run(self, build: Callable[[], tuple[Worker, Scheduler]], check: bool) -> None:
         try:
+            self._worker, self._scheduler = build()
+            executor = UniProcExecutor(self._worker)
+            self._core = EngineCore(self._scheduler, executor, self._outputs.put, check_every_step=check)
+            self._ready.set()
             self._core.run_busy_loop()
-        except BaseException as error:  # noqa: BLE001 - whatever ends the loop is handed to the caller
+            self._worker.shutdown()
+        except BaseException as error:  # whatever ends the thread is handed to the caller
             self._failure = error
             self._outputs.put(error)
+        finally:
+            self._ready.set()
 
     @property
     def num_running(self) -> int:
@@ -134,7 +148,6 @@ class EngineClient:
         if self._thread.is_alive():
             self._core.input_queue.put(Stop(drain=False))
             self._thread.join()
-            self._worker.shutdown()
 
     def __enter__(self) -> EngineClient:
         return self
@@ -154,8 +167,6 @@ def _worker_config(recipe: Recipe, folder: Path) -> WorkerConfig:
             f"engine.max_model_len is {max_model_len}; the model's limit is {model.max_position_embeddings} tokens",
             where=recipe.origins.get("engine.max_model_len"),
         )
-    if device.type == "cpu":
-        torch.set_grad_enabled(False)
     return WorkerConfig(
         folder=folder,
         model=model,
@@ -172,14 +183,14 @@ def _worker_config(recipe: Recipe, folder: Path) -> WorkerConfig:
 
 
 def _scheduler_config(recipe: Recipe, worker: Worker, eos_token_ids: Iterable[int]) -> SchedulerConfig:
-    config = worker.config
+    config, asynchronous = worker.config, recipe.engine.async_scheduling
     return SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,
         num_speculative_tokens=config.num_speculative_tokens,
         num_draft_layers=worker.num_draft_layers,
-        async_scheduling=recipe.engine.async_scheduling,
+        async_scheduling=config.device.type == "cuda" if asynchronous is None else asynchronous,
         eos_token_ids=frozenset(eos_token_ids),
     )
 

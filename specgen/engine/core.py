@@ -52,7 +52,7 @@ Input = Add | Abort | Stop
 
 
 class EngineCore:
-    """Scheduler and executor under one loop. `input_queue` may be filled from any thread; outputs go to `on_outputs`."""
+    """Scheduler and executor under one loop. Any thread may fill `input_queue`; outputs go to `on_outputs`."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class EngineCore:
             self.scheduler.update_draft_token_ids(self._last_step, drafts)
 
     def step_with_batch_queue(self) -> list[EngineOutput]:
-        """Fills the queue of steps in flight first; when it is full or nothing can be added, takes the oldest step's results."""
+        """Fills the queue of steps in flight first; full, or with nothing to add, takes the oldest's results."""
         if len(self._batch_queue) < BATCH_QUEUE_SIZE and self.scheduler.has_schedulable():
             step = self.scheduler.schedule()
             if step.rows:

@@ -1,7 +1,7 @@
 """How the engine core reaches the workers that run a step.
 
-`UniProcExecutor` runs one worker in this process. Another kind (a process a GPU, several machines) keeps this interface:
-every method is called with the same arguments on every worker, and the first worker's answer counts.
+`UniProcExecutor` runs one worker in this process. Another kind (a process a GPU, several machines) keeps this
+interface: every method is called with the same arguments on every worker, and the first worker's answer counts.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Knows block numbers, reference counts and hashes; nothing of tensors. Block 0 is the null block: it is never handed out,
 block tables are filled with it, and a slot in it is never written.
 
-A block of the draft layers' KV depends on the token that follows the block (position p of an MTP layer embeds token p+1),
-so a full block is hashed together with its following token, and published once that token is known and verified.
+A block of the draft layers' KV depends on the token that follows the block (position p of an MTP layer embeds token
+p+1), so a full block is hashed together with its following token, and published once that token is known and verified.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class KVBlockManager:
     def match_prefix(self, request: Request) -> int:
         """Gives the request the cached blocks of its longest known prefix; returns the tokens they hold.
 
-        At most `num_tokens - 1`, since a block is matched together with the token after it: one token is left to compute.
+        At most `num_tokens - 1`, since a block is matched together with the token after it: one is left to compute.
         """
         assert not self._tables.get(request.request_id)
         self._tables[request.request_id] = []
@@ -143,7 +143,7 @@ class KVBlockManager:
         return len(self.block_ids(request)) * self.block_size
 
     def publish(self, request: Request, num_verified_tokens: int) -> None:
-        """Makes the request's full blocks findable: KV of `num_verified_tokens` tokens is final, the next token is known."""
+        """Makes the request's full blocks findable: the KV of `num_verified_tokens` tokens is final."""
         if not self.enable_prefix_caching:
             return
         hashes = self._hashes.setdefault(request.request_id, [])

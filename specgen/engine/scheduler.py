@@ -1,10 +1,11 @@
 """Decides in each step which requests get how many tokens, and takes the step's results back.
 
-Knows requests, counts and blocks; nothing of tensors or text. There is no prefill or decode phase: a step gives a request
-the tokens that its computed count lacks, `num_tokens_with_spec + placeholders - num_computed_tokens`, within the budget.
+Knows requests, counts and blocks; nothing of tensors or text. There is no prefill or decode phase: a step gives a
+request the tokens that its computed count lacks, `num_tokens_with_spec + placeholders - num_computed_tokens`, within
+the budget.
 
-Order is first come, first served: running before waiting; the youngest running request is preempted when blocks run out,
-and recomputed later. Drafts shrink before anybody is preempted.
+Order is first come, first served: running before waiting; the youngest running request is preempted when blocks run
+out, and recomputed later. Drafts shrink before anybody is preempted.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class SchedulerConfig:
 
 
 class NewRow(NamedTuple):
-    """What the worker needs when a request takes a slot. `token_ids` is the prompt and, after preemption, the output."""
+    """What the worker needs when a request takes a slot. `token_ids`: the prompt and, after preemption, the output."""
 
     slot: int
     token_ids: list[int]
@@ -46,8 +47,8 @@ class NewRow(NamedTuple):
 class ScheduledRow(NamedTuple):
     """A request's part of a step: `num_tokens` inputs, the last `num_draft_tokens` of them drafts.
 
-    `new_blocks` go into the block table from index `first_block` on. `num_computed_after` is exact for a row that does not
-    sample, else an upper bound. `epoch` tells whether the request was preempted since.
+    `new_blocks` go into the block table from index `first_block` on. `num_computed_after` is exact for a row that does
+    not sample, else an upper bound. `epoch` tells whether the request was preempted since.
     """
 
     request_id: int
@@ -76,7 +77,7 @@ class SchedulerOutput:
 
 
 class ModelRunnerOutput(NamedTuple):
-    """What a step sampled: for each row of the step, in order, its committed token ids ([] for an unfinished prefill)."""
+    """What a step sampled: for each row, in order, its committed token ids ([] for an unfinished prefill)."""
 
     sampled_token_ids: list[list[int]]
 
@@ -99,7 +100,7 @@ class Scheduler:
         return bool(self.requests)
 
     def has_schedulable(self) -> bool:
-        """Whether a schedule made now could hold a row; what has all its tokens promised by steps in flight does not count."""
+        """Whether a schedule made now could hold a row: a row waits, or lacks tokens that no step in flight brings."""
         return bool(self.waiting) or any(self._num_new_tokens(r, 1) for r in self.running)
 
     def add_request(self, new: EngineRequest) -> EngineOutput | None:
@@ -221,7 +222,7 @@ class Scheduler:
         return max(0, min(num_new, budget, self.config.max_model_len - 1 - request.num_computed_tokens))
 
     def _try_allocate(self, request: Request, num_new: int) -> ScheduledRow | None:
-        """The request's row, with as many drafts and lookahead slots as there are blocks for; None if not even one token fits."""
+        """The request's row, with the drafts and lookahead slots that there are blocks for; None if no token fits."""
         committed = request.num_tokens + request.num_output_placeholders
         num_drafts = max(0, request.num_computed_tokens + num_new - committed)
         samples = request.num_computed_tokens + num_new >= committed
@@ -266,7 +267,7 @@ class Scheduler:
     # results
 
     def update_from_output(self, out: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineOutput]:
-        """Appends the sampled tokens, one by one with the stop check after each, and publishes blocks that became final."""
+        """Appends the sampled tokens one by one, with the stop check after each; publishes blocks that became final."""
         outputs = []
         for row, sampled in zip(out.rows, result.sampled_token_ids, strict=True):
             request = self.requests.get(row.request_id)
@@ -315,7 +316,7 @@ class Scheduler:
             request.finish_reason = "length"
 
     def update_draft_token_ids(self, out: SchedulerOutput, drafts: list[list[int]]) -> None:
-        """Takes the drafts proposed after step `out` (synchronous mode): a list a row, -1 and what follows it dropped."""
+        """Takes the drafts proposed after step `out` (synchronous mode): a list a row, cut at the first -1."""
         for row, row_drafts in zip(out.rows, drafts, strict=True):
             request = self.requests.get(row.request_id)
             if request is None or request.status is not Status.RUNNING or not row.samples:

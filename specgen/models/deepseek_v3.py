@@ -30,7 +30,9 @@ class MoE(nn.Module):
         self.correction_bias = empty_weight(num_experts, dtype=torch.float32, device=device)
         self.w13 = empty_weight(num_experts, 2 * inner, c.hidden_size, dtype=dtype, device=device)
         self.w2 = empty_weight(num_experts, c.hidden_size, inner, dtype=dtype, device=device)
-        self.shared_experts = MLP(c.hidden_size, inner * c.n_shared_experts, dtype, device) if c.n_shared_experts else None
+        self.shared_experts = (
+            MLP(c.hidden_size, inner * c.n_shared_experts, dtype, device) if c.n_shared_experts else None
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, H] -> [T, H]`."""
@@ -73,7 +75,7 @@ class DecoderLayer(nn.Module):
         cos_sin: torch.Tensor,
         key_start: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(hidden, residual)`, each `[T, H]`; their sum is the layer's output. `residual` None: `hidden` is all of it."""
+        """`(hidden, residual)`, each `[T, H]`; their sum is the layer's output. `residual` None counts as zero."""
         if residual is None:
             hidden, residual = self.input_layernorm(hidden), hidden
         else:
@@ -98,9 +100,7 @@ class Rotary(nn.Module):
 class DeepseekV3ForCausalLM(nn.Module):
     """The target: token ids to final-normed hidden states, and those to logits where they are wanted."""
 
-    def __init__(
-        self, config: DeepseekV3Config, max_positions: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: DeepseekV3Config, max_positions: int, dtype: torch.dtype, device: torch.device) -> None:
         """Unset weights in `dtype` on `device`; `max_positions` is the length of the rotary table."""
         super().__init__()
         self.config = config
@@ -113,7 +113,7 @@ class DeepseekV3ForCausalLM(nn.Module):
         self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype, device)
 
     def forward(self, input_ids: torch.Tensor, context: AttentionContext, kv_caches: torch.Tensor) -> torch.Tensor:
-        """`input_ids [T] int64`, `kv_caches [layers, blocks, block_size, latent]` -> hidden after the final norm `[T, H]`."""
+        """`input_ids [T] int64`, `kv_caches [layers, blocks, block_size, latent]` -> final-normed hidden `[T, H]`."""
         hidden: torch.Tensor = self.embed_tokens(input_ids)
         residual: torch.Tensor | None = None
         for i, layer in enumerate(self.layers):

@@ -1,11 +1,11 @@
 """DeepSeek's multi-token prediction layers: they draft the tokens after the next one.
 
-Layer j at position p reads the embedding of token p+1 and a hidden state from position p (layer 0: the target's, after
-its final norm) or p-1 (layer j > 0: layer j-1's output), and predicts token p+2. The hidden states that go on are the
-layer's own after `shared_head.norm`, the same ones that its logits are made from.
+Layer j at position p reads the embedding of token p+1 and a hidden state from position p (layer 0: the target's,
+after its final norm) or p-1 (layer j > 0: layer j-1's output), and predicts token p+2. The hidden states that go on are
+the layer's own after `shared_head.norm`, the same ones that its logits are made from.
 
-Properties of the family: the embedding comes first in the projection; at position 0 it is masked with zeros; layer j has
-no entry at positions below j.
+Properties of the family: the embedding comes first in the projection; at position 0 it is masked with zeros; layer j
+has no entry at positions below j.
 
 Source: DeepSeek-V3 technical report, arXiv 2412.19437, section 2.2 (with positions counted from the layer below).
 """
@@ -46,7 +46,7 @@ class MTPLayer(nn.Module):
         kv_cache: torch.Tensor,
         cos_sin: torch.Tensor,
     ) -> torch.Tensor:
-        """`embedding`, `previous` `[T, H]` -> the normed hidden states `[T, H]`, for the head and for the next layer."""
+        """`embedding`, `previous` `[T, H]` -> the normed hidden states `[T, H]`, for the head and the next layer."""
         if self.mask_first_embedding:
             embedding = embedding.masked_fill((context.positions == 0).unsqueeze(-1), 0)
         hidden = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(previous)], dim=-1))
@@ -70,9 +70,7 @@ class DeepseekMTP(nn.Module):
         super().__init__()
         config = target.config
         self.cos_sin = target.rotary.cos_sin
-        self.layers = nn.ModuleList(
-            MTPLayer(config, i, target.rotary.scale, dtype, device) for i in range(num_layers)
-        )
+        self.layers = nn.ModuleList(MTPLayer(config, i, target.rotary.scale, dtype, device) for i in range(num_layers))
         self.embed_tokens = (
             Embedding(config.vocab_size, config.hidden_size, dtype, device) if own_embedding else target.embed_tokens
         )

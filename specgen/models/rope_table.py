@@ -12,10 +12,11 @@ def rope_table(
 ) -> tuple[torch.Tensor, float]:
     """Return the table of every position's cosines and sines, and the factor for the softmax scale.
 
-    head_dim: rotated width P; scaling: the config's `rope_scaling` (types default, linear, llama3, yarn) or None.
-    The table is [max_positions, P] float32, cosines in [:P/2], sines in [P/2:], times YaRN's mscale ratio; the factor is 1.0
-    but for YaRN with mscale_all_dim. Raises: ValueError for an unknown type or a missing key, naming it.
-    Source: arXiv 2104.09864 (default); arXiv 2309.00071, eq. 17-25, with DeepSeek-V3's mscale and mscale_all_dim (yarn).
+    head_dim: rotated width P; scaling: the config's `rope_scaling` (types default, linear, llama3, yarn) or None. The
+    table is [max_positions, P] float32, cosines in [:P/2], sines in [P/2:], times YaRN's mscale ratio; the factor is
+    1.0 but for YaRN with mscale_all_dim. Raises: ValueError for an unknown type or a missing key, naming it.
+    Source: arXiv 2104.09864 (default); arXiv 2309.00071, eq. 17-25, with DeepSeek-V3's mscale and mscale_all_dim
+    (yarn).
     """
     settings = dict(scaling or {})
     kind = settings.get("rope_type") or settings.get("type") or "default"
@@ -57,7 +58,7 @@ def _llama3_frequencies(frequencies: torch.Tensor, settings: Mapping[str, Any]) 
 def _yarn_frequencies(
     frequencies: torch.Tensor, head_dim: int, theta: float, settings: Mapping[str, Any]
 ) -> torch.Tensor:
-    """Frequencies that turn often within the original length are kept, slow ones divided by the factor, a ramp between."""
+    """Frequencies that turn often within the original length are kept, slow ones divided, with a ramp between."""
     factor = _number(settings, "yarn", "factor")
     length = _number(settings, "yarn", "original_max_position_embeddings")
 

@@ -21,8 +21,8 @@ class InputBatch(NamedTuple):
     """One step on the device.
 
     idx_mapping `[B] int32`, query_start_loc and cu_num_logits `[B+1] int32`; input_ids and positions `[T] int64`;
-    logits_indices `[N] int64`; row_slots, spec_start and spec_count `[N] int32` (request slot of each logits row; which of
-    the logits rows' input ids are drafts before it); `needs_*`: whether any row of the step uses the processor.
+    logits_indices `[N] int64`; row_slots, spec_start and spec_count `[N] int32` (request slot of each logits row; which
+    of the logits rows' input ids are drafts before it); `needs_*`: whether any row of the step uses the processor.
     """
 
     idx_mapping: torch.Tensor

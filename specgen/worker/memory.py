@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import re
 from collections.abc import Callable
@@ -76,10 +77,8 @@ def _measure_cpu(run_largest_step: Callable[[], None]) -> tuple[int, int, int]:
         return before + 4 * 2**30, before, peak
     used = _status_bytes("VmRSS")
     total = _cpu_available() + used
-    try:
+    with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # starts the peak anew
-    except OSError:
-        pass
     run_largest_step()
     return total, used, max(0, _status_bytes("VmHWM") - used)
 
@@ -113,11 +112,8 @@ def plan_memory(
     Raises:
         EngineError: not even a few blocks fit.
     """
-    measure = _measure_cuda if device.type == "cuda" else None
-    if measure is not None:
-        total, used, peak = measure(device, run_largest_step)
-    else:
-        total, used, peak = _measure_cpu(run_largest_step)
+    is_cuda = device.type == "cuda"
+    total, used, peak = _measure_cuda(device, run_largest_step) if is_cuda else _measure_cpu(run_largest_step)
     limit = int(total * memory_fraction)
     if num_blocks is None:
         num_blocks = min(max_useful_blocks, (limit - used - peak) // block_bytes)

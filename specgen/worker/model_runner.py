@@ -109,7 +109,7 @@ class ModelRunner:
         return result
 
     def _sample(self, batch: InputBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`sampled [B, K+1]`, `num_sampled [B]`, `num_rejected [B]`: the target's tokens up to the first disagreement."""
+        """`sampled [B, K+1]`, `num_sampled [B]`, `num_rejected [B]`: the target's up to the first disagreement."""
         ids = batch.input_ids[batch.logits_indices]
         rows = SamplingRows(
             row_slots=batch.row_slots,
@@ -123,9 +123,7 @@ class ModelRunner:
         )
         logits = self.target.compute_logits(hidden[batch.logits_indices])
         target_sampled = self.sampler.sample(logits, rows)
-        sampled, num_sampled = rejection_sample(
-            target_sampled, ids, batch.cu_num_logits, self.num_speculative_tokens
-        )
+        sampled, num_sampled = rejection_sample(target_sampled, ids, batch.cu_num_logits, self.num_speculative_tokens)
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             num_sampled, batch.context.seq_lens, batch.cu_num_logits, batch.idx_mapping, self.states.prefill_len
         )

@@ -21,8 +21,8 @@ class SamplingRows(NamedTuple):
     """Which request each logits row belongs to, where it stands, and which drafts precede it.
 
     row_slots, spec_start, spec_count `[N] int32`; positions `[N] int64`, of the input token of the row; spec_ids
-    `[M] int64`, row n's drafts being `spec_ids[spec_start[n] : spec_start[n] + spec_count[n]]`. The flags say whether any
-    row uses the processor.
+    `[M] int64`, row n's drafts being `spec_ids[spec_start[n] : spec_start[n] + spec_count[n]]`. The flags say whether
+    any row uses the processor.
     """
 
     row_slots: torch.Tensor

@@ -1,10 +1,11 @@
 """Proposes the next drafts with the MTP layers, and keeps the layers' KV in step with the target's.
 
-A proposal is one pass of each layer over the step's own tokens (ids shifted left by one, hidden states from the target),
-whose last row gives the first draft, and then K-1 short passes that feed drafts back; pass s runs layer s mod n.
+A proposal is one pass of each layer over the step's own tokens (ids shifted left by one, hidden states from the
+target), whose last row gives the first draft, and then K-1 short passes that feed drafts back; pass s runs
+layer s mod n.
 
-With n > 1 layers, layer j reads layer j-1's output one position back. In the first pass that is a shift by one row, with
-the row before the step carried over from the step before; in pass s, layer s mod n has not seen the last min(s, n)
+With n > 1 layers, layer j reads layer j-1's output one position back. In the first pass that is a shift by one row,
+with the row before the step carried over from the step before; in pass s, layer s mod n has not seen the last min(s, n)
 positions yet and runs over all of them, so that its KV has no gap:
 
     position   base    base+1     base+2     base+3        n = 2, K = 4
@@ -114,7 +115,7 @@ class MTPSpeculator:
         """All layers over the step's tokens; their outputs `[B, H]` at each row's last verified position."""
         context = batch.context._replace(slot_mapping=slot_mapping)
         slots = batch.idx_mapping.long()
-        outputs = []
+        outputs: list[torch.Tensor] = []
         for layer in range(self.mtp.num_layers):
             if layer > 0:
                 carried = self._carry[layer - 1, slots]

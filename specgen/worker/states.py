@@ -1,7 +1,7 @@
 """What the device knows of each request slot, from admission until the slot is given to another request.
 
-The device owns the truth about counts and tokens; the host only writes a slot when a request takes it, and its block table
-when blocks are added. Row R (one past the last slot) belongs to nobody: padded rows may write there.
+The device owns the truth about counts and tokens; the host only writes a slot when a request takes it, and its block
+table when blocks are added. Row R (one past the last slot) belongs to nobody: padded rows may write there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 class RequestStates:
-    """Per-slot tensors, named as the kernels name them; shapes are `[R, ...]` (`block_tables` `[R, max_blocks] int32`)."""
+    """Per-slot tensors, named as the kernels name them; shapes are `[R + 1, ...]`."""
 
     def __init__(
         self,
@@ -100,9 +100,7 @@ class RequestStates:
 
     def add_blocks(self, rows: list[ScheduledRow]) -> None:
         """Enters the blocks that the rows gained into their block tables."""
-        entries = [
-            (row.slot, row.first_block + i, block) for row in rows for i, block in enumerate(row.new_blocks)
-        ]
+        entries = [(row.slot, row.first_block + i, block) for row in rows for i, block in enumerate(row.new_blocks)]
         if not entries:
             return
         slots, columns, blocks = to_device(np.asarray(entries, dtype=np.int64).T.copy(), self.device)

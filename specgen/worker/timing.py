@@ -1,4 +1,4 @@
-"""Seconds spent in the parts of a step: device time on CUDA (events, read when they are long past), wall time on the CPU."""
+"""Seconds spent in the parts of a step: device time on CUDA (events, read later), wall time on the CPU."""
 
 from __future__ import annotations
 

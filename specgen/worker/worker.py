@@ -162,7 +162,7 @@ class Worker:
         )
 
     def _run_largest_step(self) -> None:
-        """A step of the largest token count and the most logits rows, over a throw-away pool, with every processor on."""
+        """A step of the most tokens and logits rows, over a throw-away pool, with every processor on."""
         c = self.config
         num_rows = min(c.max_num_seqs, c.max_num_batched_tokens)
         lengths = [c.max_num_batched_tokens // num_rows] * num_rows
@@ -199,4 +199,12 @@ class Worker:
             torch.cuda.empty_cache()
 
 
-__all__ = ["DrafterFactory", "LoadedModel", "Worker", "WorkerConfig", "make_products_exact", "resolve_device", "resolve_dtype"]
+__all__ = [
+    "DrafterFactory",
+    "LoadedModel",
+    "Worker",
+    "WorkerConfig",
+    "make_products_exact",
+    "resolve_device",
+    "resolve_dtype",
+]

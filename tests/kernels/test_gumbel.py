@@ -162,6 +162,19 @@ def test_kernel_picks_what_the_twin_picks(kernel_device: str, num_rows: int, voc
     assert torch.equal(got, gumbel_sample_torch(*inputs))
 
 
+@pytest.mark.gpu
+def test_a_row_alone_is_the_row_in_company_for_the_kernel(kernel_device: str) -> None:
+    num_rows, vocab = (1100, 20_011) if kernel_device == "cuda" else (5, 1531)
+    inputs = make_inputs(num_rows, vocab)
+    logits, slots, positions, seeds, temperature = (x.to(kernel_device) for x in inputs)
+    whole = gumbel_sample_triton(logits, slots, positions, seeds, temperature)
+    for rows in (slice(None), slice(0, 1), slice(2, 5), slice(1, num_rows - 1), slice(num_rows // 2, None)):
+        part = gumbel_sample_triton(
+            logits[rows].clone(), slots[rows].clone(), positions[rows].clone(), seeds, temperature
+        )
+        assert torch.equal(part, whole[rows])
+
+
 def test_kernel_with_far_rows(kernel_device: str, far_rows: Callable[[torch.Tensor], torch.Tensor]) -> None:
     logits, slots, positions, seeds, temperature = make_inputs(3, 517)
     rest = (x.to(kernel_device) for x in (slots, positions, seeds, temperature))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specgen.kernels import linear as linear_module
-from specgen.kernels.linear import batched_linear, cpu_linear_mode, item_product, linear
+from specgen.kernels.linear import batched_linear, cpu_linear_mode, item_product, linear, linear_triton
 
 Subsets = Callable[[int], Iterator[torch.Tensor]]
 
@@ -104,3 +104,14 @@ def test_wrong_arguments_are_refused() -> None:
         linear(torch.zeros(2, 3), torch.zeros(4, 5))
     with pytest.raises(ValueError, match="weight: expected dtype"):
         batched_linear(torch.zeros(2, 3, 4), torch.zeros(3, 5, 4, dtype=torch.bfloat16))
+
+
+def test_kernel_is_the_product_and_keeps_rows(kernel_device: str, row_subsets: Subsets) -> None:
+    """The routers' float32 product on CUDA: odd sizes, and a row alone is the row in company."""
+    torch.manual_seed(0)
+    wide = torch.randn(70, 90, device=kernel_device)
+    x, weight = wide[:, :77], torch.randn(33, 77, device=kernel_device)
+    whole = linear_triton(x, weight)
+    torch.testing.assert_close(whole, (x.double() @ weight.double().T).float())
+    for rows in list(row_subsets(70))[::9]:
+        assert torch.equal(linear_triton(x[rows.to(kernel_device)], weight), whole[rows.to(kernel_device)])

@@ -37,8 +37,10 @@ class Model:
         generator = torch.Generator().manual_seed(seed)
         self.tables = torch.randperm(3 * num_blocks + 5, generator=generator)[: 3 * num_blocks].view(3, -1).int()
 
-    def cache(self, parts: Sequence[Part], written_from: int = 0, holes: Sequence[tuple[int, int]] = ()) -> torch.Tensor:
-        """Return a cache that holds the parts' keys from a position on, NaN elsewhere and in the holes (slot, position)."""
+    def cache(
+        self, parts: Sequence[Part], written_from: int = 0, holes: Sequence[tuple[int, int]] = ()
+    ) -> torch.Tensor:
+        """Return a cache with the parts' keys from a position on, NaN elsewhere and in the holes (slot, position)."""
         cache = torch.full((int(self.tables.max()) + 1, self.block_size, self.keys.shape[2]), torch.nan)
         for slot, seq_len, _ in parts:
             if slot >= 0:
@@ -130,7 +132,9 @@ def test_values_with_more_heads_than_a_tile(op: Op, device: str) -> None:
 def test_a_row_is_the_same_as_decode_verify_and_chunk(op: Op, device: str) -> None:
     model, length = Model(), 139
     whole = model.run(op, device, [Part(1, length, length)])
-    size_steps = [(1, 23), (4, 31), (5, 17), (37, 37)] if op is mla_attention_triton else [(1, 1), (4, 3), (5, 5), (37, 37)]
+    size_steps = (
+        [(1, 23), (4, 31), (5, 17), (37, 37)] if op is mla_attention_triton else [(1, 1), (4, 3), (5, 5), (37, 37)]
+    )
     for size, step in size_steps:
         for end in range(size, length + 1, step):
             for key, row in model.run(op, device, [Part(1, end, size)]).items():

@@ -25,7 +25,9 @@ def _case(num_tokens: int, hidden: int, inner: int, experts: int, top_k: int, fa
     return torch.randn(num_tokens, hidden), weights, ids.int(), w13, w2
 
 
-def _naive(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+def _naive(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor
+) -> torch.Tensor:
     out = torch.zeros_like(x, dtype=torch.float64)
     for token in range(x.shape[0]):
         for weight, expert in zip(weights[token].double(), ids[token].tolist(), strict=True):

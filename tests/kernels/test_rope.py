@@ -58,9 +58,7 @@ def test_kernel_is_the_twin_also_outside_the_table(kernel_device: str, dtype: to
         torch.testing.assert_close(got.cpu(), wanted, **tolerance)
 
 
-def test_a_row_alone_is_the_row_in_company(
-    threads: int, row_subsets: Callable[[int], Iterator[torch.Tensor]]
-) -> None:
+def test_a_row_alone_is_the_row_in_company(threads: int, row_subsets: Callable[[int], Iterator[torch.Tensor]]) -> None:
     q, k, positions = _inputs(301)
     whole_q, whole_k = apply_rope(q, k, positions, TABLE, True)
     for rows in row_subsets(301):

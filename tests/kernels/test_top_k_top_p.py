@@ -126,6 +126,18 @@ def test_kernel_is_the_twin(kernel_device: str, num_rows: int, vocab: int, scale
     assert torch.equal(got.cpu(), logits)
 
 
+@pytest.mark.gpu
+def test_a_row_alone_is_the_row_in_company_for_the_kernel(kernel_device: str) -> None:
+    num_rows, vocab = (1100, 20_011) if kernel_device == "cuda" else (5, 1531)
+    logits, slots, *limits = (x.to(kernel_device) for x in mixed_inputs(num_rows, vocab, 1.0))
+    whole = logits.clone()
+    apply_top_k_top_p_triton(whole, slots, *limits)
+    for rows in (slice(None), slice(0, 1), slice(2, 5), slice(1, num_rows - 1), slice(num_rows // 2, None)):
+        part = logits[rows].clone()
+        apply_top_k_top_p_triton(part, slots[rows].clone(), *limits)
+        assert torch.equal(part, whole[rows])
+
+
 def test_kernel_with_far_rows(kernel_device: str, far_rows: Callable[[torch.Tensor], torch.Tensor]) -> None:
     logits, slots = torch.randn(3, 517), torch.arange(3).int()
     top_k, top_p = torch.tensor([5, 0, 50], dtype=torch.int32), torch.tensor([1.0, 0.5, 0.9])

@@ -24,4 +24,4 @@ else:
 
 
 def test_kernels_import_without_triton() -> None:
-    subprocess.run([sys.executable, "-c", PROGRAM], check=True)
+    subprocess.run([sys.executable, "-P", "-c", PROGRAM], check=True)

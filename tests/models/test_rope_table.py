@@ -40,7 +40,9 @@ def _assert_is(table: torch.Tensor, rotary: torch.nn.Module) -> None:
 def test_yarn_is_deepseek_v3(changes: dict[str, Any]) -> None:
     scaling = {**YARN, **changes}
     config = DeepseekV3Config(
-        qk_rope_head_dim=64, max_position_embeddings=163_840, rope_parameters={**scaling, "rope_type": "yarn", "rope_theta": 10_000.0}
+        qk_rope_head_dim=64,
+        max_position_embeddings=163_840,
+        rope_parameters={**scaling, "rope_type": "yarn", "rope_theta": 10_000.0},
     )
     table, _ = rope_table(64, 4000, 10_000.0, scaling)
     _assert_is(table, DeepseekV3RotaryEmbedding(config))
@@ -48,7 +50,7 @@ def test_yarn_is_deepseek_v3(changes: dict[str, Any]) -> None:
 
 def test_yarn_softmax_factor() -> None:
     _, factor = rope_table(64, 4, 10_000.0, YARN)
-    assert factor == pytest.approx(1.3688879454 ** 2)  # (0.1 ln 40 + 1)^2
+    assert factor == pytest.approx(1.3688879454**2)  # (0.1 ln 40 + 1)^2
     _, factor = rope_table(64, 4, 10_000.0, {**YARN, "mscale_all_dim": 0})
     assert factor == 1.0
 
@@ -59,7 +61,9 @@ def test_default_by_hand_and_as_transformers() -> None:
     torch.testing.assert_close(table, torch.cat([angles.cos(), angles.sin()], dim=-1))
     assert table.dtype == torch.float32
     assert factor == 1.0
-    config = LlamaConfig(hidden_size=256, num_attention_heads=4, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    config = LlamaConfig(
+        hidden_size=256, num_attention_heads=4, rope_parameters={"rope_type": "default", "rope_theta": 5e5}
+    )
     _assert_is(rope_table(64, 4000, 5e5, {"rope_type": "default"})[0], LlamaRotaryEmbedding(config))
 
 

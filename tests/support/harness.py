@@ -62,7 +62,9 @@ def scripted(propose: Propose) -> DrafterFactory:
     return Scripted
 
 
-def oracle(rows: Sequence[Row], results: Sequence[Result], change: Callable[[int], int] = lambda t: t) -> DrafterFactory:
+def oracle(
+    rows: Sequence[Row], results: Sequence[Result], change: Callable[[int], int] = lambda t: t
+) -> DrafterFactory:
     """Proposes the row's own continuation, each token passed through `change` (ANTI: another token)."""
     texts = {row.seed: row.prompt + result.token_ids for row, result in zip(rows, results, strict=True)}
     return scripted(lambda seed, committed: [change(t) for t in texts.get(seed, [])[len(committed) :]])
@@ -77,7 +79,7 @@ class Harness:
         *,
         k: int = 0,
         max_num_seqs: int = 16,
-        budget: int = 4096,
+        budget: int = 512,
         num_blocks: int = 512,
         block_size: int = 4,
         max_model_len: int | None = None,
@@ -115,9 +117,7 @@ class Harness:
         kv = KVBlockManager(num_blocks, block_size, self.config.max_model_len, prefix_caching)
         self.scheduler = Scheduler(scheduler_config, kv)
         self.outputs: list[EngineOutput] = []
-        self.core = EngineCore(
-            self.scheduler, UniProcExecutor(self.worker), self.outputs.extend, check_every_step=True
-        )
+        self.core = EngineCore(self.scheduler, UniProcExecutor(self.worker), self.outputs.extend, check_every_step=True)
         self._next_id = 0
 
     def run(self, rows: Sequence[Row], abort: Iterable[int] = ()) -> list[Result]:

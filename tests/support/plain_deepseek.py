@@ -28,7 +28,7 @@ def rotate(x: torch.Tensor, theta: float) -> torch.Tensor:
 
 
 class PlainDeepseek:
-    """Weights by their checkpoint names, in float32 or float64; `config` is the parsed config.json (plain RoPE only)."""
+    """Weights by their checkpoint names, in float32 or float64; `config` is the parsed config.json; plain RoPE."""
 
     def __init__(self, weights: Weights, config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> None:
         self.w = {name: tensor.to(dtype) for name, tensor in weights.items()}
@@ -37,10 +37,18 @@ class PlainDeepseek:
 
     def attention(self, p: str, x: torch.Tensor, first_key: int) -> torch.Tensor:
         c, w = self.c, self.w
-        heads, nope, rope, value = c["num_attention_heads"], c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
+        heads, nope, rope, value = (
+            c["num_attention_heads"],
+            c["qk_nope_head_dim"],
+            c["qk_rope_head_dim"],
+            c["v_head_dim"],
+        )
         rank, length = c["kv_lora_rank"], x.shape[0]
         if c["q_lora_rank"]:
-            q = norm(x @ w[p + "q_a_proj.weight"].T, w[p + "q_a_layernorm.weight"], self.eps) @ w[p + "q_b_proj.weight"].T
+            q = (
+                norm(x @ w[p + "q_a_proj.weight"].T, w[p + "q_a_layernorm.weight"], self.eps)
+                @ w[p + "q_b_proj.weight"].T
+            )
         else:
             q = x @ w[p + "q_proj.weight"].T
         q = q.view(length, heads, nope + rope)
@@ -113,8 +121,8 @@ class PlainDeepseek:
     def drafts(self, ids: list[int], num: int) -> tuple[list[int], list[torch.Tensor]]:
         """Greedy drafts after the committed `ids`, and each one's logits.
 
-        `ids[-1]` is sampled and not yet computed; n layers take turns. The chain is unrolled over the whole sequence, with
-        layer j > 0 reading layer j - 1 one position back; what follows the committed tokens is fed back.
+        `ids[-1]` is sampled and not yet computed; n layers take turns. The chain is unrolled over the whole sequence,
+        with layer j > 0 reading layer j - 1 one position back; what follows the committed tokens is fed back.
         """
         n = self.c["num_nextn_predict_layers"]
         base = len(ids) - 2
@@ -136,7 +144,7 @@ class PlainDeepseek:
         outputs = [torch.zeros(0, size, dtype=target.dtype) for _ in range(n)]
         for extra in range(step + 1):  # one more position of every layer at a time: layer 0 needs the last layer's past
             length = base + 1 + extra
-            rows = torch.cat([target, outputs[n - 1][base:length - 1]])[:length]
+            rows = torch.cat([target, outputs[n - 1][base : length - 1]])[:length]
             for j in range(n):
                 outputs[j] = self.mtp(j, rows, next_ids[:length])
                 rows = torch.cat([torch.zeros(1, size, dtype=target.dtype), outputs[j][: length - 1]])

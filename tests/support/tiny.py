@@ -46,7 +46,9 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def random_weights(config: dict[str, Any], seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+def random_weights(
+    config: dict[str, Any], seed: int = 0, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
     """Weights at a scale that makes attention and routing matter and the argmax vary."""
     c, g = config, torch.Generator().manual_seed(seed)
     hidden, heads = c["hidden_size"], c["num_attention_heads"]

@@ -1,0 +1,102 @@
+"""Law 1 on a CUDA device, in bf16, with the bundled model: the tokens are those of plain decoding alone."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from harness import Harness, Result, Row, oracle, run_rows
+from tokenizers import Tokenizer
+
+from specgen.model_path import ASSETS, resolve_model
+from specgen.sampling_params import SamplingParams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: the CPU has test_laws.py"),
+]
+OPTIONS = {"device": "cuda:0", "dtype": torch.bfloat16, "eos": [1], "block_size": 16, "max_model_len": 256}
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return resolve_model("stories-7m")
+
+
+@pytest.fixture(scope="module")
+def rows(folder: Path) -> list[Row]:
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    lines = (ASSETS / "prompts" / "stories.jsonl").read_text().splitlines()[:48]
+    rng = random.Random(0)
+    return [
+        Row(
+            tokenizer.encode(json.loads(line)["prompt"]).ids,
+            SamplingParams(
+                temperature=rng.choice([0.0, 0.8, 1.0]),
+                top_p=rng.choice([1.0, 0.95]),
+                top_k=rng.choice([0, 40]),
+                repetition_penalty=rng.choice([1.0, 1.0, 1.1]),
+                presence_penalty=rng.choice([0.0, 0.0, 0.5]),
+                max_tokens=64,
+            ),
+            seed=i,
+        )
+        for i, line in enumerate(lines)
+    ]
+
+
+@pytest.fixture(scope="module")
+def ref(folder: Path, rows: list[Row]) -> list[Result]:
+    harness = Harness(folder, k=0, max_num_seqs=1, prefix_caching=False, **OPTIONS)
+    return [harness.run([row])[0] for row in rows]
+
+
+def assert_same(got: list[Result], want: list[Result]) -> None:
+    different = [i for i, (a, b) in enumerate(zip(got, want, strict=True)) if a.token_ids != b.token_ids]
+    assert not different, f"{len(different)} of {len(want)} rows differ: {different[:10]}"
+
+
+@pytest.mark.parametrize("budget", [64, 4096])
+@pytest.mark.parametrize("seqs", [7, 48])
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_speculative_equals_plain(
+    folder: Path, rows: list[Row], ref: list[Result], k: int, seqs: int, budget: int
+) -> None:
+    asynchronous = budget == 4096
+    got = run_rows(folder, rows, k=k, max_num_seqs=seqs, budget=budget, async_scheduling=asynchronous, **OPTIONS)
+    assert_same(got, ref)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_preemption(folder: Path, rows: list[Row], ref: list[Result], asynchronous: bool) -> None:
+    harness = Harness(folder, k=3, num_blocks=60, async_scheduling=asynchronous, max_num_seqs=48, **OPTIONS)
+    assert_same(harness.run(rows), ref)
+    assert harness.scheduler.num_preemptions > 0
+
+
+def test_oracle_drafts(folder: Path, rows: list[Row], ref: list[Result]) -> None:
+    assert_same(run_rows(folder, rows, k=4, drafter=oracle(rows, ref), **OPTIONS), ref)
+
+
+def test_nothing_waits_for_the_device_inside_a_step(folder: Path, rows: list[Row]) -> None:
+    """A step's launches never synchronise: only reading its result does."""
+    harness = Harness(folder, k=3, **OPTIONS)
+    harness.run(rows[:8])
+    worker = harness.worker
+    execute, sample = worker.execute_model, worker.sample_tokens
+
+    def guarded(call):  # type: ignore[no-untyped-def]
+        def wrapper(*args):  # type: ignore[no-untyped-def]
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return call(*args)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        return wrapper
+
+    worker.execute_model, worker.sample_tokens = guarded(execute), guarded(sample)
+    harness.run(rows[:8])
