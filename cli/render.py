@@ -134,6 +134,8 @@ def _acceptance_bars(spec: SpecStats) -> list[tuple[str, str]]:
 
 def show_bench(result: "BenchResult", *, to_stderr: bool) -> None:
     """Print the benchmark's figures: both sides, acceptance, speed-up, and whether the tokens were the same."""
+    from specgen.job.bench import BENCH_PARTS
+
     console = rich.console.Console(file=sys.stderr if to_stderr else sys.stdout, highlight=False)
     table = Table(
         title=f"{result.rows} rows, {result.prompt_tokens:,} prompt tokens, {len(result.plain.rounds)} rounds"
@@ -144,8 +146,9 @@ def show_bench(result: "BenchResult", *, to_stderr: bool) -> None:
         table.add_column(f"{side.num_tokens} drafts" if side.num_tokens else "plain", justify="right")
     table.add_row("output tokens/s", *(f"{side.tokens_per_second:,.0f}" for side in sides))
     table.add_row("tokens a step and row", *(f"{side.spec.mean_accepted_length:.2f}" for side in sides))
-    for part in ("total", "target", "sampling", "draft"):
-        table.add_row(f"ms a step, {part}", *(f"{side.ms_per_step(part):.2f}" for side in sides))
+    for part in BENCH_PARTS:
+        if any(side.ms_per_step(part) for side in sides):
+            table.add_row(f"ms a step, {part}", *(f"{side.ms_per_step(part):.2f}" for side in sides))
     console.print(table)
     bars = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for label, bar in _acceptance_bars(result.speculative.spec):

@@ -215,9 +215,9 @@ def prepare_draft_decode(
 
     Token j of request b is draft i - 1 with i = step - width + 1 + j, at position base + i; the sequence is base +
     step + 1 long. Positions at or past `max_model_len` are clamped to its last with slot -1, the length to
-    `max_model_len`. Padded rows: id 0, position 0, slot -1, length 0. `idx_mapping [B] int32`, `base_positions [B]
-    int64`, `drafts [B, K] int64`, `block_tables [R, MB] int32`. Raises: ValueError on a wrong dtype, shape or layout,
-    or unless 1 <= width <= step <= K.
+    `max_model_len`; block 0 belongs to nobody, its slot is -1. Padded rows: id 0, position 0, slot -1, length 0.
+    `idx_mapping [B] int32`, `base_positions [B] int64`, `drafts [B, K] int64`, `block_tables [R, MB] int32`.
+    Raises: ValueError on a wrong dtype, shape or layout, or unless 1 <= width <= step <= K.
     """
     num_reqs = idx_mapping.shape[0]
     check("idx_mapping", idx_mapping, torch.int32, num_reqs)
@@ -249,7 +249,7 @@ def prepare_draft_decode_torch(
     block, max_blocks = positions // block_size, block_tables.shape[1]
     number = block_tables[idx_mapping.long().clamp(min=0)[:, None], block.clamp(max=max_blocks - 1)].long()
     writable = live & (ahead < max_model_len) & (block < max_blocks)
-    slot_mapping = torch.where(writable, number * block_size + positions % block_size, -1)
+    slot_mapping = torch.where(writable & (number > 0), number * block_size + positions % block_size, -1)
     seq_lens = ((base_positions + step + 1).clamp(max=max_model_len) * live[:, 0]).int()
     return DraftDecode(ids.flatten(), positions.flatten(), slot_mapping.flatten(), seq_lens)
 
@@ -289,7 +289,7 @@ def _draft_decode_kernel(
         kv_slot = number * block_size + position % block_size
         tl.store(out_ids_ptr + req * WIDTH + j, token)
         tl.store(positions_ptr + req * WIDTH + j, tl.where(live, position, 0))
-        tl.store(slot_mapping_ptr + req * WIDTH + j, tl.where(writable, kv_slot, -1))
+        tl.store(slot_mapping_ptr + req * WIDTH + j, tl.where(writable & (number > 0), kv_slot, -1))
 
 
 def prepare_draft_decode_triton(

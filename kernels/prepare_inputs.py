@@ -38,9 +38,9 @@ def prepare_inputs(
 
     Token i of request b has position p = computed + i; its id is the committed token at p, past those the draft, past
     the drafts -1. Its KV slot is `block_tables[slot, p // block_size] * block_size + p % block_size`, -1 past the
-    table. `idx_mapping [B] int32` (-1 = padded row), `query_start_loc [B+1] int32` (its last entry <= num_tokens),
-    `token_ids [R, L] int32`, `total_len`, `num_computed_tokens [R] int32`, `draft_tokens [R, K] int64` (K may be 0),
-    `block_tables [R, MB] int32`.
+    table and in block 0, which belongs to nobody. `idx_mapping [B] int32` (-1 = padded row), `query_start_loc [B+1]
+    int32` (its last entry <= num_tokens), `token_ids [R, L] int32`, `total_len`, `num_computed_tokens [R] int32`,
+    `draft_tokens [R, K] int64` (K may be 0), `block_tables [R, MB] int32`.
     Raises: ValueError on a wrong dtype, shape or layout.
     """
     num_slots = total_len.shape[0]
@@ -102,13 +102,13 @@ def prepare_inputs_torch(
         drafted &= draft_idx < num_drafts
         ids[drafted] = draft_tokens[slot[drafted], draft_idx[drafted]]
     block = position // block_size
-    kv_slot = (
-        block_tables[slot.clamp(min=0), block.clamp(max=max_blocks - 1)].long() * block_size + position % block_size
-    )
+    number = block_tables[slot.clamp(min=0), block.clamp(max=max_blocks - 1)].long()
     used = slot >= 0
     inputs.input_ids[:num_rows] = ids * used
     inputs.positions[:num_rows] = position * used
-    inputs.slot_mapping[:num_rows] = torch.where(used & (block < max_blocks), kv_slot, -1)
+    inputs.slot_mapping[:num_rows] = torch.where(
+        used & (block < max_blocks) & (number > 0), number * block_size + position % block_size, -1
+    )
     return inputs
 
 
@@ -165,7 +165,7 @@ def _prepare_inputs_kernel(
         tl.store(input_ids_ptr + row, tl.where(drafted, draft, token), mask=mask)
         tl.store(positions_ptr + row, tl.where(live, position, 0), mask=mask)
         kv_slot = number * block_size + position % block_size
-        tl.store(slot_mapping_ptr + row, tl.where(in_table, kv_slot, -1), mask=mask)
+        tl.store(slot_mapping_ptr + row, tl.where(in_table & (number > 0), kv_slot, -1), mask=mask)
 
 
 def prepare_inputs_triton(

@@ -97,7 +97,8 @@ class EngineSection:
 
     max_num_seqs: rows at once. max_num_batched_tokens: tokens a step. max_model_len: prompt and answer together, None
     is the model's own limit. block_size: tokens of a KV block. num_blocks: None measures what fits into memory_fraction
-    of the memory.
+    of the memory. async_scheduling: schedule a step while the last one runs; None is on with a GPU, where they overlap.
+    cuda_graphs: decode steps as one launch each, on a GPU.
     """
 
     max_num_seqs: int = _key(64, _count("rows at once"))
@@ -111,6 +112,7 @@ class EngineSection:
     memory_fraction: float = _key(0.85, checks.number(1e-6, 1.0, wanted="a number above 0 and up to 1"))
     enable_prefix_caching: bool = _key(True, checks.boolean())
     async_scheduling: bool | None = _key(None, checks.optional(checks.boolean(), "null, on with a GPU,"))
+    cuda_graphs: bool = _key(True, checks.boolean())
     exactness: str = _key("exact", checks.choice("exact", later=("fast",)))
 
     def __post_init__(self) -> None:

@@ -136,7 +136,7 @@ class EngineClient:
     def engine_stats(self) -> dict[str, float | int]:
         """Steps, seconds a part (target, sampling, draft), and preemptions so far."""
         timer = self._worker.runner.timer
-        seconds = timer.drain() if self.num_running == 0 else timer.seconds
+        seconds = timer.collect(wait=self.num_running == 0)
         return {
             "steps": self._core.num_steps,
             **{f"{part}_seconds": value for part, value in seconds.items()},
@@ -179,6 +179,7 @@ def _worker_config(recipe: Recipe, folder: Path) -> WorkerConfig:
         num_blocks=recipe.engine.num_blocks,
         memory_fraction=recipe.engine.memory_fraction,
         num_speculative_tokens=recipe.speculation.num_tokens,
+        cuda_graphs=recipe.engine.cuda_graphs,
     )
 
 

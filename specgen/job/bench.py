@@ -23,6 +23,8 @@ MakeEngine = Callable[[Recipe], AbstractContextManager[Engine]]
 # Seconds between two outputs after which a benchmark gives up.
 _SILENCE_SECONDS = 300.0
 _WARM_UP_TOKENS = 8
+# Parts of a step, as the engine counts them; "graph" is a decode step that ran as one CUDA graph, with all its parts.
+BENCH_PARTS = ("total", "graph", "target", "sampling", "draft")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class Round:
         return self.completion_tokens / self.seconds
 
     def ms_per_step(self, part: str) -> float:
-        """Milliseconds a step spent in `part` ("target", "sampling", "draft", or "total" for the wall clock)."""
+        """Milliseconds a step spent in `part`, one of `BENCH_PARTS`; "total" is the wall clock."""
         steps = self.engine.get("steps", 0.0)
         seconds = self.seconds if part == "total" else self.engine.get(f"{part}_seconds", 0.0)
         return 1e3 * seconds / steps if steps else 0.0
@@ -79,9 +81,7 @@ class Side:
             "tokens_per_second_rounds": [round(r.tokens_per_second, 2) for r in self.rounds],
             "completion_tokens": self.rounds[-1].completion_tokens,
             "steps": self.rounds[-1].engine.get("steps", 0.0),
-            "ms_per_step": {
-                part: round(self.ms_per_step(part), 4) for part in ("total", "target", "sampling", "draft")
-            },
+            "ms_per_step": {part: round(self.ms_per_step(part), 4) for part in BENCH_PARTS},
             "spec": {
                 **self.spec.as_dict(),
                 "acceptance_rate": round(self.spec.acceptance_rate, 4),

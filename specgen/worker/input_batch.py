@@ -17,12 +17,21 @@ from specgen.models.context import AttentionContext
 from specgen.worker.states import RequestStates, to_device
 
 
+class ProcessorNeeds(NamedTuple):
+    """Whether any row of a step needs penalties, top-k or top-p, or noise; what no row needs is left out."""
+
+    penalties: bool
+    filters: bool
+    noise: bool
+
+
 class InputBatch(NamedTuple):
     """One step on the device.
 
     idx_mapping `[B] int32`, query_start_loc and cu_num_logits `[B+1] int32`; input_ids and positions `[T] int64`;
     logits_indices `[N] int64`; row_slots, spec_start and spec_count `[N] int32` (request slot of each logits row; which
-    of the logits rows' input ids are drafts before it); `needs_*`: whether any row of the step uses the processor.
+    of the logits rows' input ids are drafts before it); `needs`: the processors
+    that some row uses.
     """
 
     idx_mapping: torch.Tensor
@@ -34,9 +43,7 @@ class InputBatch(NamedTuple):
     row_slots: torch.Tensor
     spec_start: torch.Tensor
     spec_count: torch.Tensor
-    needs_penalties: bool
-    needs_filter: bool
-    needs_noise: bool
+    needs: ProcessorNeeds
 
     @property
     def positions(self) -> torch.Tensor:
@@ -75,6 +82,15 @@ def host_batch(rows: list[ScheduledRow]) -> HostBatch:
         spec_start=np.repeat(cu_num_logits[:-1], num_logits) + np.int32(1),
         spec_count=local,
         max_query_len=int(num_tokens.max()),
+    )
+
+
+def processor_needs(slots: np.ndarray, states: RequestStates) -> ProcessorNeeds:
+    """What the rows in `slots` need between them."""
+    return ProcessorNeeds(
+        penalties=bool(states.has_penalty[slots].any()),
+        filters=bool(states.has_filter[slots].any()),
+        noise=bool(states.is_random[slots].any()),
     )
 
 
@@ -126,7 +142,6 @@ def build_batch(
         max_query_len=host.max_query_len,
         max_seq_len=max_seq_len,
     )
-    slots = host.idx_mapping
     return InputBatch(
         idx_mapping=idx_mapping,
         query_start_loc=query_start_loc,
@@ -137,7 +152,5 @@ def build_batch(
         row_slots=row_slots,
         spec_start=spec_start,
         spec_count=spec_count,
-        needs_penalties=bool(states.has_penalty[slots].any()),
-        needs_filter=bool(states.has_filter[slots].any()),
-        needs_noise=bool(states.is_random[slots].any()),
+        needs=processor_needs(host.idx_mapping, states),
     )

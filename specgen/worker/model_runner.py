@@ -8,25 +8,34 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from specgen.engine.scheduler import ModelRunnerOutput, SchedulerOutput
 from specgen.kernels.post_update import post_update
 from specgen.kernels.rejection import get_num_sampled_and_rejected, rejection_sample
 from specgen.models.deepseek_v3 import DeepseekV3ForCausalLM
-from specgen.worker.input_batch import InputBatch, build_batch
+from specgen.worker.graphs import DecodeGraphs
+from specgen.worker.input_batch import InputBatch, build_batch, processor_needs
 from specgen.worker.sampler import Sampler, SamplingRows
 from specgen.worker.speculator import Drafter
-from specgen.worker.states import RequestStates
+from specgen.worker.states import RequestStates, to_device
 from specgen.worker.timing import StepTimer
 
 
-class ExecuteState(NamedTuple):
-    """What `execute_model` leaves for `sample_tokens`."""
+class ForwardStep(NamedTuple):
+    """What `execute_model` leaves for `sample_tokens`: the target's hidden states."""
 
     batch: InputBatch
     hidden: torch.Tensor
     num_spec_tokens: int
+
+
+class LaunchedStep(NamedTuple):
+    """A step that runs to its end as one graph: its tokens, as in `SampledStep`."""
+
+    sampled: torch.Tensor
+    num_sampled: torch.Tensor
 
 
 class SampledStep:
@@ -75,38 +84,63 @@ class ModelRunner:
         self.num_speculative_tokens = num_speculative_tokens
         self.rewinds = rewinds
         self.timer = StepTimer(kv_caches.device)
-        self._state: ExecuteState | None = None
-        self._last_slots: torch.Tensor | None = None
+        self.graphs: DecodeGraphs | None = None
+        self._state: ForwardStep | LaunchedStep | None = None
+        self._last_slots = np.zeros(0, dtype=np.int64)
+
+    def use_graphs(self, max_num_seqs: int) -> None:
+        """Runs decode steps of up to `max_num_seqs` rows as CUDA graphs from now on."""
+        block_size = self.kv_caches.shape[2]
+        self.graphs = DecodeGraphs(self._run_step, self.states, max_num_seqs, self.num_speculative_tokens, block_size)
 
     @torch.inference_mode()
     def execute_model(self, step: SchedulerOutput) -> None:
-        """Target forward over the step's tokens."""
+        """Target forward over the step's tokens; a step that fits a graph runs whole."""
         assert self._state is None, "sample_tokens was not called for the last step"
-        for row in step.new_rows:
-            self.states.add(row)
+        self.states.add(step.new_rows)
         self.states.add_blocks(step.rows)
-        self.timer.mark()
+        slots = np.fromiter((row.slot for row in step.rows), np.int64, len(step.rows))
+        self._last_slots = slots
+        if self.graphs is not None and self.graphs.fits(step.rows):
+            self.timer.begin("graph")
+            self._state = LaunchedStep(*self.graphs.run(step.rows, processor_needs(slots, self.states)))
+            self.timer.end()
+            return
+        self.timer.begin("target")
         max_seq_len = min(max(row.num_computed_after for row in step.rows), self.max_model_len)
         batch = build_batch(step.rows, self.states, max_seq_len, self.kv_caches.shape[2], self.rewinds)
         hidden = self.target(batch.input_ids, batch.context, self.kv_caches)
-        self.timer.mark()
-        self._state = ExecuteState(batch, hidden, step.num_spec_tokens)
+        self._state = ForwardStep(batch, hidden, step.num_spec_tokens)
 
     @torch.inference_mode()
     def sample_tokens(self) -> SampledStep:
         """Samples every logits row, keeps the drafts that agree, updates the state, proposes the next drafts."""
-        assert self._state is not None, "execute_model comes first"
-        batch, hidden, num_spec_tokens = self._state
-        self._state = None
-        sampled, num_sampled, num_rejected = self._sample(batch, hidden)
+        state, self._state = self._state, None
+        assert state is not None, "execute_model comes first"
+        if isinstance(state, LaunchedStep):
+            return SampledStep(*state)
+        self.timer.begin("sampling")
+        sampled, num_sampled, num_rejected = self._verify(state.batch, state.hidden)
         result = SampledStep(sampled, num_sampled)
-        self._postprocess(batch, sampled, num_sampled, num_rejected)
-        self.timer.mark()
+        self.timer.begin("draft")
         if self.drafter is not None:
-            self.drafter.propose(batch, hidden, num_sampled, num_rejected, num_spec_tokens)
-        self.timer.mark()
-        self._last_slots = batch.idx_mapping
+            self.drafter.propose(state.batch, state.hidden, num_sampled, num_rejected, state.num_spec_tokens)
+        self.timer.end()
         return result
+
+    def _run_step(self, batch: InputBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The whole step, as a graph captures it: `sampled [B, K+1]` and `num_sampled [B]`."""
+        hidden = self.target(batch.input_ids, batch.context, self.kv_caches)
+        sampled, num_sampled, num_rejected = self._verify(batch, hidden)
+        if self.drafter is not None:
+            self.drafter.propose(batch, hidden, num_sampled, num_rejected, self.num_speculative_tokens)
+        return sampled, num_sampled
+
+    def _verify(self, batch: InputBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Samples, compares with the drafts, updates the state; `sampled`, `num_sampled`, `num_rejected`."""
+        sampled, num_sampled, num_rejected = self._sample(batch, hidden)
+        self._postprocess(batch, sampled, num_sampled, num_rejected)
+        return sampled, num_sampled, num_rejected
 
     def _sample(self, batch: InputBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`sampled [B, K+1]`, `num_sampled [B]`, `num_rejected [B]`: the target's up to the first disagreement."""
@@ -117,9 +151,7 @@ class ModelRunner:
             spec_ids=ids,
             spec_start=batch.spec_start,
             spec_count=batch.spec_count,
-            needs_penalties=batch.needs_penalties,
-            needs_filter=batch.needs_filter,
-            needs_noise=batch.needs_noise,
+            needs=batch.needs,
         )
         logits = self.target.compute_logits(hidden[batch.logits_indices])
         target_sampled = self.sampler.sample(logits, rows)
@@ -148,5 +180,5 @@ class ModelRunner:
 
     def take_draft_token_ids(self) -> list[list[int]]:
         """The drafts of the last step's rows (waits for the device)."""
-        assert self._last_slots is not None
-        return self.states.draft_tokens[self._last_slots.long()].tolist()  # type: ignore[no-any-return]
+        slots = to_device(self._last_slots, self.states.device)
+        return self.states.draft_tokens[slots].tolist()  # type: ignore[no-any-return]

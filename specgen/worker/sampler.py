@@ -14,6 +14,7 @@ from specgen.kernels.gumbel import gumbel_sample
 from specgen.kernels.penalties import apply_penalties
 from specgen.kernels.temperature import apply_temperature
 from specgen.kernels.top_k_top_p import apply_top_k_top_p
+from specgen.worker.input_batch import ProcessorNeeds
 from specgen.worker.states import RequestStates
 
 
@@ -21,8 +22,8 @@ class SamplingRows(NamedTuple):
     """Which request each logits row belongs to, where it stands, and which drafts precede it.
 
     row_slots, spec_start, spec_count `[N] int32`; positions `[N] int64`, of the input token of the row; spec_ids
-    `[M] int64`, row n's drafts being `spec_ids[spec_start[n] : spec_start[n] + spec_count[n]]`. The flags say whether
-    any row uses the processor.
+    `[M] int64`, row n's drafts being `spec_ids[spec_start[n] : spec_start[n] + spec_count[n]]`. `needs`: the
+    processors that some row uses.
     """
 
     row_slots: torch.Tensor
@@ -30,9 +31,7 @@ class SamplingRows(NamedTuple):
     spec_ids: torch.Tensor
     spec_start: torch.Tensor
     spec_count: torch.Tensor
-    needs_penalties: bool
-    needs_filter: bool
-    needs_noise: bool
+    needs: ProcessorNeeds
 
 
 class Sampler:
@@ -44,7 +43,7 @@ class Sampler:
     def sample(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         """`logits [N, V] float32` (overwritten) -> token ids `[N] int64`."""
         s = self.states
-        if rows.needs_penalties:
+        if rows.needs.penalties:
             apply_penalties(
                 logits,
                 rows.row_slots,
@@ -57,8 +56,8 @@ class Sampler:
                 frequency_penalty=s.frequency_penalty,
                 presence_penalty=s.presence_penalty,
             )
-        if rows.needs_noise:
+        if rows.needs.noise:
             apply_temperature(logits, rows.row_slots, s.temperature)
-        if rows.needs_filter:
+        if rows.needs.filters:
             apply_top_k_top_p(logits, rows.row_slots, s.top_k, s.top_p)
         return gumbel_sample(logits, rows.row_slots, rows.positions, s.seeds, s.temperature)

@@ -177,8 +177,6 @@ class MTPSpeculator:
             spec_ids=drafts.flatten(),
             spec_start=start,
             spec_count=torch.full_like(start, step),
-            needs_penalties=batch.needs_penalties,
-            needs_filter=batch.needs_filter,
-            needs_noise=batch.needs_noise,
+            needs=batch.needs,
         )
         return self.sampler.sample(logits, rows)

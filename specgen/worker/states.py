@@ -12,7 +12,6 @@ import torch
 from specgen.engine.kv_blocks import NULL_BLOCK
 from specgen.engine.scheduler import NewRow, ScheduledRow
 from specgen.kernels.penalties import prompt_mask_of
-from specgen.sampling_params import SamplingParams
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -39,25 +38,22 @@ class RequestStates:
         self.device = device
         self.vocab_size = vocab_size
         num_slots = max_num_seqs + 1
-        max_blocks = -(-max_model_len // block_size)
+        # a graph feeds K drafts to every row, at the end of a row's room too: those positions stay without a block
+        max_blocks = -(-(max_model_len + num_speculative_tokens) // block_size)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
         self.token_ids = zeros(num_slots, max_model_len)
-        self.total_len = zeros(num_slots)
-        self.prefill_len = zeros(num_slots)
-        self.num_computed_tokens = zeros(num_slots)
-        self.kv_start = zeros(num_slots)
+        self._counts = zeros(5, num_slots)
+        self.total_len, self.prefill_len, self.num_computed_tokens, self.kv_start, self.top_k = self._counts
+        self._factors = zeros(5, num_slots, dtype=torch.float32)
+        self.temperature, self.top_p, self.repetition_penalty, self.frequency_penalty, self.presence_penalty = (
+            self._factors
+        )
+        self.seeds = zeros(num_slots, dtype=torch.int64)
         self.last_sampled = zeros(num_slots, dtype=torch.int64)
         self.draft_tokens = zeros(num_slots, num_speculative_tokens, dtype=torch.int64)
-        self.seeds = zeros(num_slots, dtype=torch.int64)
-        self.temperature = zeros(num_slots, dtype=torch.float32)
-        self.top_k = zeros(num_slots)
-        self.top_p = zeros(num_slots, dtype=torch.float32)
-        self.repetition_penalty = zeros(num_slots, dtype=torch.float32)
-        self.frequency_penalty = zeros(num_slots, dtype=torch.float32)
-        self.presence_penalty = zeros(num_slots, dtype=torch.float32)
         self.output_counts = zeros(num_slots, vocab_size)
         self.prompt_mask = zeros(num_slots, -(-vocab_size // 32))
         self.block_tables = torch.full((num_slots, max_blocks), NULL_BLOCK, dtype=torch.int32, device=device)
@@ -66,37 +62,45 @@ class RequestStates:
         self.has_filter = np.zeros(num_slots, dtype=bool)
         self.is_random = np.zeros(num_slots, dtype=bool)
 
-    def add(self, row: NewRow) -> None:
-        """Gives the slot to a request: every per-slot value is set, nothing of the last owner remains."""
-        slot, ids = row.slot, np.asarray(row.token_ids, dtype=np.int32)
+    def add(self, rows: list[NewRow]) -> None:
+        """Gives slots to requests: every per-slot value is set, nothing of the last owner remains."""
+        if not rows:
+            return
+        counts = [
+            (
+                len(r.token_ids),
+                len(r.token_ids),
+                r.num_computed_tokens,
+                r.kv_start,
+                min(r.params.top_k, self.vocab_size),
+            )
+            for r in rows
+        ]
+        factors = [
+            (p.temperature, p.top_p, p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
+            for p in (r.params for r in rows)
+        ]
+        slots = to_device(np.array([r.slot for r in rows], dtype=np.int64), self.device)
+        self._counts[:, slots] = to_device(np.array(counts, dtype=np.int32).T.copy(), self.device)
+        self._factors[:, slots] = to_device(np.array(factors, dtype=np.float32).T.copy(), self.device)
+        self.seeds[slots] = to_device(np.array([r.seed for r in rows], dtype=np.int64), self.device)
+        self.last_sampled.index_fill_(0, slots, 0)
+        self.draft_tokens.index_fill_(0, slots, -1)
+        self.block_tables.index_fill_(0, slots, NULL_BLOCK)
+        for row in rows:
+            self._add_tokens(row)
+
+    def _add_tokens(self, row: NewRow) -> None:
+        slot, p, ids = row.slot, row.params, np.asarray(row.token_ids, dtype=np.int32)
         self.token_ids[slot, : len(ids)] = to_device(ids, self.device)
-        counts = (len(ids), len(ids), row.num_computed_tokens, row.kv_start)
-        self._set(slot, (self.total_len, self.prefill_len, self.num_computed_tokens, self.kv_start), counts)
-        self.last_sampled[slot] = 0
-        self.draft_tokens[slot].fill_(-1)
-        self.seeds[slot] = row.seed
-        self.block_tables[slot].fill_(NULL_BLOCK)
-        self._set_sampling(slot, row.params)
+        self.has_penalty[slot] = p.repetition_penalty != 1 or p.frequency_penalty != 0 or p.presence_penalty != 0
+        self.has_filter[slot] = p.temperature > 0 and (0 < p.top_k < self.vocab_size or p.top_p < 1)
+        self.is_random[slot] = p.temperature > 0
         if self.has_penalty[slot]:
             prompt, output = ids[: row.num_prompt_tokens], ids[row.num_prompt_tokens :]
             self.prompt_mask[slot] = to_device(prompt_mask_of(prompt, self.vocab_size), self.device)
             output_counts = np.bincount(output, minlength=self.vocab_size).astype(np.int32)
             self.output_counts[slot] = to_device(output_counts, self.device)
-
-    def _set_sampling(self, slot: int, params: SamplingParams) -> None:
-        p = params
-        tensors = (self.temperature, self.top_p, self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
-        values = (p.temperature, p.top_p, p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
-        self._set(slot, tensors, values)
-        self.top_k[slot] = min(p.top_k, self.vocab_size)
-        self.has_penalty[slot] = p.repetition_penalty != 1 or p.frequency_penalty != 0 or p.presence_penalty != 0
-        self.has_filter[slot] = p.temperature > 0 and (0 < p.top_k < self.vocab_size or p.top_p < 1)
-        self.is_random[slot] = p.temperature > 0
-
-    @staticmethod
-    def _set(slot: int, tensors: tuple[torch.Tensor, ...], values: tuple[float, ...]) -> None:
-        for tensor, value in zip(tensors, values, strict=True):
-            tensor[slot] = value  # a fill, not a copy: nothing waits
 
     def add_blocks(self, rows: list[ScheduledRow]) -> None:
         """Enters the blocks that the rows gained into their block tables."""

@@ -2,51 +2,63 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 
 import torch
 
-PARTS = ("target", "sampling", "draft")
+# `graph`: a whole decode step launched as one CUDA graph; the others are the parts of any other step
+PARTS = ("graph", "target", "sampling", "draft")
+
+_Mark = tuple[str, "torch.cuda.Event | float"]
 
 
 class StepTimer:
-    """Four marks a step; sums of the three parts between them."""
+    """Marks within a step; sums by part of the time from each mark to the next."""
 
     def __init__(self, device: torch.device) -> None:
-        self.seconds = dict.fromkeys(PARTS, 0.0)
-        self.num_steps = 0
+        self._seconds = dict.fromkeys(PARTS, 0.0)
         self._is_cuda = device.type == "cuda"
-        self._marks: list[torch.cuda.Event | float] = []
-        self._pending: deque[list[torch.cuda.Event | float]] = deque()
+        self._marks: list[_Mark] = []
+        self._pending: deque[list[_Mark]] = deque()
 
-    def mark(self) -> None:
-        """Sets the next mark of the step: start, after target, after sampling, after draft."""
+    def begin(self, part: str) -> None:
+        """Starts a part; what was running ends."""
+        self._mark(part)
+
+    def end(self) -> None:
+        """Ends the step."""
+        self._mark("")
+        self._pending.append(self._marks)
+        self._marks = []
+
+    def _mark(self, part: str) -> None:
         if self._is_cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
-            self._marks.append(event)
+            self._marks.append((part, event))
         else:
-            self._marks.append(time.perf_counter())
-        if len(self._marks) == len(PARTS) + 1:
-            self._pending.append(self._marks)
-            self._marks = []
+            self._marks.append((part, time.perf_counter()))
 
-    def collect(self) -> None:
-        """Adds up the oldest step. Its results were read, or a later step's: on CUDA the last event may just be due."""
-        marks = self._pending.popleft()
-        for part, start, end in zip(PARTS, marks, marks[1:], strict=False):
-            if isinstance(start, float):
-                assert isinstance(end, float)
-                self.seconds[part] += end - start
-            else:
-                assert not isinstance(end, float)
-                end.synchronize()
-                self.seconds[part] += start.elapsed_time(end) / 1e3
-        self.num_steps += 1
+    def collect(self, wait: bool) -> dict[str, float]:
+        """The sums by part of all steps that have ended; `wait` for those still on the device."""
+        while self._pending and (wait or self._is_done(self._pending[0])):
+            marks = self._pending.popleft()
+            for (part, start), (_, end) in itertools.pairwise(marks):
+                self._seconds[part] += _seconds_between(start, end)
+        return dict(self._seconds)
 
-    def drain(self) -> dict[str, float]:
-        """All sums, after adding what is still pending."""
-        while self._pending:
-            self.collect()
-        return dict(self.seconds)
+    @staticmethod
+    def _is_done(marks: list[_Mark]) -> bool:
+        last = marks[-1][1]
+        return isinstance(last, float) or last.query()
+
+
+def _seconds_between(start: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
+    if isinstance(start, float):
+        assert isinstance(end, float)
+        return end - start
+    assert not isinstance(end, float)
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3

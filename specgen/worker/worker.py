@@ -39,6 +39,7 @@ class WorkerConfig:
     num_blocks: int | None
     memory_fraction: float
     num_speculative_tokens: int
+    cuda_graphs: bool = True
 
 
 DrafterFactory = Callable[[RequestStates, int], Drafter]
@@ -108,6 +109,8 @@ class Worker:
         self.budget = self._plan_memory()
         self.kv_caches = self._new_kv_caches(self.budget.num_blocks)
         self.runner = self._new_runner(self.kv_caches)
+        if config.cuda_graphs and config.device.type == "cuda" and drafter_factory is None:
+            self.runner.use_graphs(config.max_num_seqs)
 
     @property
     def block_bytes(self) -> int:

@@ -128,7 +128,8 @@ def test_decode_kernel_and_twin_follow_the_oracle(kernel_device: str, step: int,
             i = step - width + 1 + j
             ahead = int(base[req]) + i
             position = min(ahead, max_model_len - 1)
-            kv_slot = int(tables[slot, position // block_size]) * block_size + position % block_size
+            block = int(tables[slot, position // block_size])
+            kv_slot = block * block_size + position % block_size if block else -1
             ids.append(int(drafts[req, i - 1]) if slot >= 0 else 0)
             positions.append(position if slot >= 0 else 0)
             kv_slots.append(kv_slot if slot >= 0 and ahead < max_model_len else -1)

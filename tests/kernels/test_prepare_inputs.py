@@ -48,7 +48,7 @@ def by_lists(slots: torch.Tensor, bounds: torch.Tensor, num_tokens: int, state: 
         for row in range(start, end):
             p = positions[row] = computed + row - start
             ids[row] = sequence[p]
-            if p // block_size < len(table):
+            if p // block_size < len(table) and table[p // block_size]:
                 kv_slots[row] = table[p // block_size] * block_size + p % block_size
     return StepInputs(
         torch.tensor(ids), torch.tensor(positions), torch.tensor(seq_lens, dtype=torch.int32), torch.tensor(kv_slots)
@@ -80,15 +80,15 @@ def test_by_hand() -> None:
         "total_len": torch.tensor([5, 3], dtype=torch.int32),
         "num_computed_tokens": torch.tensor([1, 2], dtype=torch.int32),
         "draft_tokens": torch.tensor([[7, 8], [30, -1]]),
-        "block_tables": torch.tensor([[4, 5], [6, 0]], dtype=torch.int32),
+        "block_tables": torch.tensor([[4, 0], [6, 3]], dtype=torch.int32),
     }
-    # Slot 1 decodes with two drafts and one row more; slot 0 prefills a chunk of 2; two tokens of padding.
+    # Slot 1 decodes with two drafts and one row more; slot 0 prefills a chunk of 2, the second without a block.
     slots, bounds = torch.tensor([1, -1, 0], dtype=torch.int32), torch.tensor([0, 4, 4, 6], dtype=torch.int32)
     inputs = prepare_inputs(slots, bounds, 8, **state, block_size=2)
     assert inputs.input_ids.tolist() == [22, 30, -1, -1, 11, 12, 0, 0]
     assert inputs.positions.tolist() == [2, 3, 4, 5, 1, 2, 0, 0]
     assert inputs.seq_lens.tolist() == [6, 0, 3]
-    assert inputs.slot_mapping.tolist() == [0, 1, -1, -1, 9, 10, -1, -1]
+    assert inputs.slot_mapping.tolist() == [6, 7, -1, -1, 9, -1, -1, -1]
 
 
 def test_only_padding(kernel_device: str) -> None:

@@ -1,0 +1,135 @@
+"""Decode steps as one CUDA graph launch each, from input preparation to the next drafts.
+
+A step fits a graph when every row feeds its last token and at most K drafts. Rows are padded to a ladder of batch
+sizes with slot -1, which every kernel skips; each row to K drafts with -1, which is never accepted. The graph's only
+inputs are which slot each row is and how many drafts count; everything else is on the device already. Graphs are
+captured when a size is first used, for the processors that its rows need.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from specgen.engine.scheduler import ScheduledRow
+from specgen.kernels.prepare_inputs import prepare_inputs
+from specgen.models.context import AttentionContext
+from specgen.worker.input_batch import InputBatch, ProcessorNeeds
+from specgen.worker.states import RequestStates, to_device
+
+logger = logging.getLogger(__name__)
+
+RunStep = Callable[[InputBatch], tuple[torch.Tensor, torch.Tensor]]
+
+
+def batch_sizes(max_num_seqs: int) -> list[int]:
+    """The ladder: 1, 2, 4, then steps of about a quarter, up to `max_num_seqs`."""
+    sizes, size = [], 1
+    while size < max_num_seqs:
+        sizes.append(size)
+        size += max(1, 1 << max(0, size.bit_length() - 3)) if size > 4 else size
+    return [*sizes, max_num_seqs]
+
+
+class _Graph(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    inputs: torch.Tensor
+    sampled: torch.Tensor
+    num_sampled: torch.Tensor
+
+
+class DecodeGraphs:
+    """The captured steps of one runner. `run_step` is the whole step after its inputs are prepared."""
+
+    def __init__(
+        self, run_step: RunStep, states: RequestStates, max_num_seqs: int, num_drafts: int, block_size: int
+    ) -> None:
+        """`num_drafts` is K; `block_size` in tokens."""
+        self._run_step = run_step
+        self._states = states
+        self._sizes = batch_sizes(max_num_seqs)
+        self._num_drafts = num_drafts
+        self._block_size = block_size
+        self._graphs: dict[tuple[int, ProcessorNeeds], _Graph] = {}
+        self._pool: tuple[int, int] | None = None
+
+    def fits(self, rows: list[ScheduledRow]) -> bool:
+        """Whether every row is its last token and its drafts, nothing of a prompt besides."""
+        return all(row.samples and row.num_tokens == 1 + row.num_draft_tokens for row in rows)
+
+    def run(self, rows: list[ScheduledRow], needs: ProcessorNeeds) -> tuple[torch.Tensor, torch.Tensor]:
+        """Launches the step; `sampled [B, K+1] int64` and `num_sampled [B] int32`, valid until the next launch."""
+        size = next(s for s in self._sizes if s >= len(rows))
+        key = (size, needs)
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(size, needs)
+        captured = self._graphs[key]
+        inputs = np.full((2, size), -1, dtype=np.int32)
+        inputs[0, : len(rows)] = [row.slot for row in rows]
+        inputs[1, : len(rows)] = [row.num_draft_tokens for row in rows]
+        captured.inputs.copy_(to_device(inputs, self._states.device))
+        captured.graph.replay()
+        return captured.sampled[: len(rows)], captured.num_sampled[: len(rows)]
+
+    def _capture(self, size: int, needs: ProcessorNeeds) -> _Graph:
+        start = time.perf_counter()
+        inputs = torch.full((2, size), -1, dtype=torch.int32, device=self._states.device)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._run_step(self._uniform_batch(inputs, needs))  # compiles kernels; padded rows change nothing
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):  # type: ignore[arg-type]
+            sampled, num_sampled = self._run_step(self._uniform_batch(inputs, needs))
+        self._pool = self._pool or graph.pool()
+        logger.debug("captured a decode step of %d rows in %.2f s", size, time.perf_counter() - start)
+        return _Graph(graph, inputs, sampled, num_sampled)
+
+    def _uniform_batch(self, inputs: torch.Tensor, needs: ProcessorNeeds) -> InputBatch:
+        """K + 1 tokens a row, from device values alone: `inputs[0]` are the rows' slots, `inputs[1]` their drafts."""
+        s, width = self._states, self._num_drafts + 1
+        idx_mapping, num_drafts = inputs
+        size, device = len(idx_mapping), s.device
+        bounds = torch.arange(size + 1, dtype=torch.int32, device=device) * width
+        local = torch.arange(width, dtype=torch.int32, device=device).repeat(size)
+        prepared = prepare_inputs(
+            idx_mapping,
+            bounds,
+            size * width,
+            token_ids=s.token_ids,
+            total_len=s.total_len,
+            num_computed_tokens=s.num_computed_tokens,
+            draft_tokens=s.draft_tokens,
+            block_tables=s.block_tables,
+            block_size=self._block_size,
+        )
+        is_draft = local.view(size, width) <= num_drafts.clamp(min=0).unsqueeze(1)
+        input_ids = torch.where(is_draft.flatten(), prepared.input_ids, -1)
+        context = AttentionContext(
+            positions=prepared.positions,
+            slot_mapping=prepared.slot_mapping,
+            query_start_loc=bounds,
+            seq_lens=prepared.seq_lens,
+            idx_mapping=idx_mapping,
+            block_tables=s.block_tables,
+            max_query_len=width,
+            max_seq_len=s.block_tables.shape[1] * self._block_size,
+        )
+        return InputBatch(
+            idx_mapping=idx_mapping,
+            query_start_loc=bounds,
+            cu_num_logits=bounds,
+            input_ids=input_ids,
+            context=context,
+            logits_indices=torch.arange(size * width, device=device),
+            row_slots=idx_mapping.repeat_interleave(width),
+            spec_start=(bounds[:-1] + 1).repeat_interleave(width),
+            spec_count=local,
+            needs=needs,
+        )
