@@ -65,17 +65,29 @@ def _linear_kernel(
 
 
 def linear_triton(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return what `linear` returns, by a fixed tile and one order of the inner sum. float32."""
+    """Return what `linear_float32` returns, by a fixed tile and one order of the inner sum."""
     weight = weight.contiguous()
     num_rows, num_columns = x.shape[0], weight.shape[0]
-    out = x.new_empty(num_rows, num_columns)
-    grid = (triton.cdiv(num_rows, 16), triton.cdiv(num_columns, 32))
+    out = torch.empty(num_rows, num_columns, dtype=torch.float32, device=x.device)
+    is_half = x.dtype.itemsize == 2
+    grid = (triton.cdiv(num_rows, 16), triton.cdiv(num_columns, 16))
     if num_rows:
         _linear_kernel[grid](
             x, weight, out, num_rows, num_columns, x.stride(0), weight.shape[1],
-            BLOCK_ROWS=16, BLOCK_COLUMNS=32, BLOCK_INNER=64,
+            BLOCK_ROWS=16, BLOCK_COLUMNS=16, BLOCK_INNER=256 if is_half else 128, num_warps=4, num_stages=4,
         )  # fmt: skip
     return out
+
+
+def linear_float32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return x @ weight.T in float32, whatever the inputs' dtype; a row's bits don't depend on the others.
+
+    x: [T, K]; weight: [N, K], same dtype. Returns [T, N] float32. Raises: ValueError on a wrong dtype or shape.
+    """
+    check("x", x, x.dtype, None, None)
+    check("weight", weight, x.dtype, None, x.shape[1])
+    check_same_device(x=x, weight=weight)
+    return linear_triton(x, weight) if x.is_cuda else linear_torch(x.float(), weight.float())
 
 
 def batched_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from specgen.kernels.linear import ROW_MULTIPLE, linear_torch
 from specgen.kernels.silu_mul import silu_mul_torch
 
 # Tiles of the grouped products: never a function of the number of tokens, or rows would change their bits with it.
-_TILE_ROWS = 16
+_TILE_HEIGHTS = (16, 32, 64, 128)  # rows of a tile; a row's bits are the same in each
 _TILE_COLUMNS = 64
 _TILE_INNER = 64
 _COMBINE_BLOCK = 1024
@@ -86,11 +86,12 @@ def moe_experts_triton(
     if num_tokens == 0:
         return out
     num_pairs = num_tokens * top_k
+    tile_rows = _tile_rows(num_pairs, num_experts)
     # Every expert in use adds at most one tile that isn't full.
-    max_tiles = min(num_pairs, num_pairs // _TILE_ROWS + min(num_experts, num_pairs))
+    max_tiles = min(num_pairs, num_pairs // tile_rows + min(num_experts, num_pairs))
     counts = torch.empty(num_experts, dtype=torch.int32, device=x.device)
     tile_expert = torch.empty(max_tiles, dtype=torch.int32, device=x.device)
-    tile_pairs = torch.empty(max_tiles * _TILE_ROWS, dtype=torch.int32, device=x.device)
+    tile_pairs = torch.empty(max_tiles * tile_rows, dtype=torch.int32, device=x.device)
     _count_kernel[(num_experts,)](topk_ids, counts, num_pairs, SCAN=_SCAN)
     _place_kernel[(num_experts + 1,)](
         topk_ids,
@@ -100,13 +101,13 @@ def moe_experts_triton(
         num_pairs,
         num_experts,
         max_tiles,
-        ROWS=_TILE_ROWS,
+        ROWS=tile_rows,
         SCAN=_SCAN,
         EXPERTS=triton.next_power_of_2(num_experts),
     )
     activated = torch.empty(num_pairs, inner, dtype=x.dtype, device=x.device)
     by_pair = torch.empty(num_pairs, hidden, dtype=x.dtype, device=x.device)
-    tiles = {"ROWS": _TILE_ROWS, "COLUMNS": _TILE_COLUMNS, "INNER": _TILE_INNER}
+    tiles = {"ROWS": tile_rows, "COLUMNS": _TILE_COLUMNS, "INNER": _TILE_INNER}
     grid = (triton.cdiv(inner, _TILE_COLUMNS), max_tiles)
     _grouped_kernel[grid](
         x, w13, activated, tile_expert, tile_pairs, num_pairs, inner, hidden, top_k, GATED=True, num_warps=4, **tiles
@@ -119,6 +120,12 @@ def moe_experts_triton(
         by_pair, topk_weights, out, hidden, TOP_K=top_k, BLOCK=_COMBINE_BLOCK
     )
     return out
+
+
+def _tile_rows(num_pairs: int, num_experts: int) -> int:
+    """Return the tile height for so many pairs: near the mean of an expert's, so that weights are read few times."""
+    mean = num_pairs / num_experts
+    return next((height for height in _TILE_HEIGHTS if height >= mean), _TILE_HEIGHTS[-1])
 
 
 @triton.jit(do_not_specialize=["num_pairs"])

@@ -63,13 +63,13 @@ class MLAAttention(nn.Module):
         num_tokens = hidden.shape[0]
         q, kv_c, k_pe = self.qkv_a_proj(hidden).split([self.q_size, self.rank, self.rope], dim=-1)
         if self.has_q_lora:
-            q = self.q_b_proj(self.q_a_layernorm(q.contiguous()))
+            q = self.q_b_proj(self.q_a_layernorm(q))
         q = q.reshape(num_tokens, self.num_heads, self.nope + self.rope)
         q_nope, q_pe = q.split([self.nope, self.rope], dim=-1)
-        kv_c = self.kv_a_layernorm(kv_c.contiguous())
-        q_pe, k_pe = apply_rope(q_pe, k_pe.contiguous(), context.positions, cos_sin, self.interleave)
+        kv_c = self.kv_a_layernorm(kv_c)
+        q_pe, k_pe = apply_rope(q_pe, k_pe, context.positions, cos_sin, self.interleave)
         write_latent_kv(kv_c, k_pe, context.slot_mapping, kv_cache)
-        q_latent = torch.cat([batched_linear(q_nope.contiguous(), self.w_uk), q_pe], dim=-1)
+        q_latent = torch.cat([batched_linear(q_nope, self.w_uk), q_pe], dim=-1)
         latent = mla_attention(
             q_latent,
             kv_cache,

@@ -9,7 +9,7 @@ import torch
 
 from specgen.errors import ModelError
 from specgen.models.config import DeepseekV3Config
-from specgen.models.deepseek_v3 import DeepseekV3ForCausalLM
+from specgen.models.deepseek_v3 import DeepseekV3ForCausalLM, MoE
 from specgen.models.mtp import DeepseekMTP
 from specgen.models.weights import Checkpoint, load_weights, plan_mtp, plan_target
 
@@ -48,6 +48,10 @@ def load_model(
         mtp = DeepseekMTP(target, num_layers, own_embedding, own_heads, dtype, device)
         plan |= plan_mtp(mtp, config, checkpoint.names)
     num_bytes = load_weights(checkpoint, plan, _unused_prefixes(config, num_layers if mtp is not None else 0))
+    for module in (target, mtp):
+        for part in module.modules() if module is not None else ():
+            if isinstance(part, MoE):
+                part.narrow_gate(dtype)
     return LoadedModel(target.eval(), mtp.eval() if mtp is not None else None, num_bytes)
 
 

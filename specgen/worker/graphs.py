@@ -3,7 +3,7 @@
 A step fits a graph when every row feeds its last token and at most K drafts. Rows are padded to a ladder of batch
 sizes with slot -1, which every kernel skips; each row to K drafts with -1, which is never accepted. The graph's only
 inputs are which slot each row is and how many drafts count; everything else is on the device already. Graphs are
-captured when a size is first used, for the processors that its rows need.
+captured when a size is first used, for the processors that its rows need and the length of the longest.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from specgen.worker.input_batch import InputBatch, ProcessorNeeds
 from specgen.worker.states import RequestStates, to_device
 
 logger = logging.getLogger(__name__)
+
+_SHORTEST = 1024  # tokens; graphs differ in the longest sequence they can hold, by powers of two from here
 
 RunStep = Callable[[InputBatch], tuple[torch.Tensor, torch.Tensor]]
 
@@ -55,7 +57,8 @@ class DecodeGraphs:
         self._sizes = batch_sizes(max_num_seqs)
         self._num_drafts = num_drafts
         self._block_size = block_size
-        self._graphs: dict[tuple[int, ProcessorNeeds], _Graph] = {}
+        self._max_seq_len = states.block_tables.shape[1] * block_size
+        self._graphs: dict[tuple[int, int, ProcessorNeeds], _Graph] = {}
         self._pool: tuple[int, int] | None = None
 
     def fits(self, rows: list[ScheduledRow]) -> bool:
@@ -65,9 +68,11 @@ class DecodeGraphs:
     def run(self, rows: list[ScheduledRow], needs: ProcessorNeeds) -> tuple[torch.Tensor, torch.Tensor]:
         """Launches the step; `sampled [B, K+1] int64` and `num_sampled [B] int32`, valid until the next launch."""
         size = next(s for s in self._sizes if s >= len(rows))
-        key = (size, needs)
+        longest = max(row.num_computed_after for row in rows) + self._num_drafts
+        max_seq_len = min(self._max_seq_len, max(_SHORTEST, 1 << (longest - 1).bit_length()))
+        key = (size, max_seq_len, needs)
         if key not in self._graphs:
-            self._graphs[key] = self._capture(size, needs)
+            self._graphs[key] = self._capture(*key)
         captured = self._graphs[key]
         inputs = np.full((2, size), -1, dtype=np.int32)
         inputs[0, : len(rows)] = [row.slot for row in rows]
@@ -76,22 +81,24 @@ class DecodeGraphs:
         captured.graph.replay()
         return captured.sampled[: len(rows)], captured.num_sampled[: len(rows)]
 
-    def _capture(self, size: int, needs: ProcessorNeeds) -> _Graph:
+    def _capture(self, size: int, max_seq_len: int, needs: ProcessorNeeds) -> _Graph:
         start = time.perf_counter()
         inputs = torch.full((2, size), -1, dtype=torch.int32, device=self._states.device)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._run_step(self._uniform_batch(inputs, needs))  # compiles kernels; padded rows change nothing
+            self._run_step(
+                self._uniform_batch(inputs, max_seq_len, needs)
+            )  # compiles kernels; padded rows change nothing
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):  # type: ignore[arg-type]
-            sampled, num_sampled = self._run_step(self._uniform_batch(inputs, needs))
+            sampled, num_sampled = self._run_step(self._uniform_batch(inputs, max_seq_len, needs))
         self._pool = self._pool or graph.pool()
         logger.debug("captured a decode step of %d rows in %.2f s", size, time.perf_counter() - start)
         return _Graph(graph, inputs, sampled, num_sampled)
 
-    def _uniform_batch(self, inputs: torch.Tensor, needs: ProcessorNeeds) -> InputBatch:
+    def _uniform_batch(self, inputs: torch.Tensor, max_seq_len: int, needs: ProcessorNeeds) -> InputBatch:
         """K + 1 tokens a row, from device values alone: `inputs[0]` are the rows' slots, `inputs[1]` their drafts."""
         s, width = self._states, self._num_drafts + 1
         idx_mapping, num_drafts = inputs
@@ -119,7 +126,7 @@ class DecodeGraphs:
             idx_mapping=idx_mapping,
             block_tables=s.block_tables,
             max_query_len=width,
-            max_seq_len=s.block_tables.shape[1] * self._block_size,
+            max_seq_len=max_seq_len,
         )
         return InputBatch(
             idx_mapping=idx_mapping,

@@ -41,10 +41,11 @@ class Recorder:
         def propose(batch: Any, hidden: Any, num_sampled: Any, num_rejected: Any, num_spec: int) -> None:
             steps.clear()
             inner_propose(batch, hidden, num_sampled, num_rejected, num_spec)
+            usable = {request.slot: request.num_lookahead_slots for request in harness.scheduler.running}
             for i, slot in enumerate(batch.idx_mapping.tolist()):
                 ids = states.token_ids[slot, : int(states.total_len[slot])].tolist()
                 if int(num_sampled[i]):
-                    self.records.append((ids, [logits[i] for logits in steps]))
+                    self.records.append((ids, [logits[i] for logits in steps[: usable[slot]]]))
 
         mtp.compute_logits = compute_logits
         drafter.propose = propose

@@ -75,7 +75,8 @@ class FakeDevice:
             assert self.draft_kv[self._at(slot, p)] == tuple(slot.tokens[: p + 2]), "foreign or stale draft KV is read"
         for p in range(slot.computed, end):
             assert self._at(slot, p)[0] != NULL_BLOCK, "a token has no slot"
-            self.target_kv[self._at(slot, p)] = tuple(ids[: p + 1])
+            if p >= slot.row.kv_start:
+                self.target_kv[self._at(slot, p)] = tuple(ids[: p + 1])
 
     def sample_tokens(self) -> Sampled:
         step = self.steps[-1]
@@ -92,7 +93,7 @@ class FakeDevice:
                 if sampled[-1] != draft:
                     break
             slot.computed -= row.num_draft_tokens + 1 - len(sampled)
-        for p in range(start, slot.computed):
+        for p in range(max(start, slot.row.kv_start), slot.computed):
             self.draft_kv[self._at(slot, p)] = tuple(slot.tokens[: p + 2])
         self._propose(slot, num_spec_tokens)
         return sampled
