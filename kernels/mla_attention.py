@@ -21,7 +21,7 @@ from specgen.kernels.linear import item_product, rows_keep_bits
 _CPU_QUERIES = 4  # query tokens a tile
 # On CUDA: rows of a tile (queries x heads), keys a step, keys of a split. Never a function of the batch.
 _TILE_ROWS = 64
-_STEP_KEYS = 32
+_STEP_KEYS = 64
 _SPLIT_KEYS = 512
 _SCRATCH_BYTES = 256 << 20  # partial results held at once; a longer step runs in several launches
 _LOG2_E = 1.4426950408889634

@@ -43,7 +43,12 @@ class EngineClient:
         start = time.perf_counter()
         self._thread = threading.Thread(target=self._run, args=(build, check), name="engine", daemon=True)
         self._thread.start()
-        self._ready.wait()
+        try:
+            self._ready.wait()
+        except BaseException:  # an interrupt: the interpreter must not go down under a thread that computes
+            self._ready.wait()
+            self.shutdown()
+            raise
         if self._failure is not None:
             self._thread.join()
             raise self._failure
@@ -86,7 +91,7 @@ class EngineClient:
             self._core = EngineCore(self._scheduler, executor, self._outputs.put, check_every_step=check)
             self._ready.set()
             self._core.run_busy_loop()
-            self._worker.shutdown()
+            executor.shutdown()
         except BaseException as error:  # whatever ends the thread is handed to the caller
             self._failure = error
             self._outputs.put(error)
@@ -134,12 +139,11 @@ class EngineClient:
             block = False
 
     def engine_stats(self) -> dict[str, float | int]:
-        """Steps, seconds a part (target, sampling, draft), and preemptions so far."""
+        """Steps, seconds by part (`specgen.worker.timing.PARTS`), and preemptions so far."""
         timer = self._worker.runner.timer
-        seconds = timer.collect(wait=self.num_running == 0)
         return {
             "steps": self._core.num_steps,
-            **{f"{part}_seconds": value for part, value in seconds.items()},
+            **{f"{part}_seconds": value for part, value in timer.seconds.items()},
             "preemptions": self._scheduler.num_preemptions,
         }
 

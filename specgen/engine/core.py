@@ -122,12 +122,14 @@ class EngineCore:
         if not self.scheduler.has_requests():
             return []
         step = self.scheduler.schedule()
-        assert step.rows, "requests are waiting and nothing can be scheduled"
+        if not step.rows:
+            assert step.ended, "requests are waiting and nothing can be scheduled"
+            return step.ended
         self.executor.execute_model(step)
         result = self.executor.sample_tokens().get()
         self.num_steps += 1
         self._last_step = step
-        return self.scheduler.update_from_output(step, result)
+        return step.ended + self.scheduler.update_from_output(step, result)
 
     def post_step(self) -> None:
         """Hands the new drafts to the scheduler (synchronous mode; else they never leave the device)."""
@@ -137,16 +139,18 @@ class EngineCore:
 
     def step_with_batch_queue(self) -> list[EngineOutput]:
         """Fills the queue of steps in flight first; full, or with nothing to add, takes the oldest's results."""
+        ended: list[EngineOutput] = []
         if len(self._batch_queue) < BATCH_QUEUE_SIZE and self.scheduler.has_schedulable():
             step = self.scheduler.schedule()
+            ended = step.ended
             if step.rows:
                 self.executor.execute_model(step)
                 self._batch_queue.append((step, self.executor.sample_tokens()))
                 self.num_steps += 1
                 if len(self._batch_queue) < BATCH_QUEUE_SIZE:
-                    return []
+                    return ended
         if not self._batch_queue:
-            assert not self.scheduler.has_requests(), "requests are waiting and nothing can be scheduled"
-            return []
+            assert ended or not self.scheduler.has_requests(), "requests are waiting and nothing can be scheduled"
+            return ended
         step, result = self._batch_queue.popleft()
-        return self.scheduler.update_from_output(step, result.get())
+        return ended + self.scheduler.update_from_output(step, result.get())

@@ -19,28 +19,8 @@ class StepResult(Protocol):
         ...
 
 
-class StepWorker(Protocol):
-    """What an executor needs of a worker (`specgen.worker.worker.Worker`)."""
-
-    def execute_model(self, step: SchedulerOutput) -> None:
-        """Runs the target over the step's tokens and keeps the hidden states."""
-        ...
-
-    def sample_tokens(self) -> StepResult:
-        """Samples, verifies the last drafts, updates the state and proposes the next drafts."""
-        ...
-
-    def take_draft_token_ids(self) -> list[list[int]]:
-        """The drafts proposed by the last step, a list a row."""
-        ...
-
-    def shutdown(self) -> None:
-        """Gives back device memory."""
-        ...
-
-
 class Executor(Protocol):
-    """The engine core's view of the workers."""
+    """The engine core's view of the workers, and an executor's view of one (`specgen.worker.worker.Worker`)."""
 
     def execute_model(self, step: SchedulerOutput) -> None:
         """Starts the target's forward pass; returns nothing: the workers keep the hidden states."""
@@ -62,7 +42,7 @@ class Executor(Protocol):
 class UniProcExecutor:
     """One worker, in this process and thread."""
 
-    def __init__(self, worker: StepWorker) -> None:
+    def __init__(self, worker: Executor) -> None:
         """Calls go to `worker`."""
         self._worker = worker
 

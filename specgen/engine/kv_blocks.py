@@ -87,7 +87,8 @@ class KVBlockManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.pool = BlockPool(num_blocks)
         self._tables: dict[int, list[int]] = {}
-        self._hashes: dict[int, list[bytes]] = {}
+        self._hashes: dict[int, list[bytes]] = {}  # of a request's blocks, as far as they were ever asked for
+        self._num_published: dict[int, int] = {}
 
     def block_ids(self, request: Request) -> list[int]:
         """The request's blocks, in token order."""
@@ -103,24 +104,25 @@ class KVBlockManager:
         At most `num_tokens - 1`, since a block is matched together with the token after it: one is left to compute.
         """
         assert not self._tables.get(request.request_id)
-        self._tables[request.request_id] = []
-        self._hashes[request.request_id] = []
-        if not self.enable_prefix_caching:
-            return 0
         blocks: list[int] = []
-        hashes: list[bytes] = []
-        parent = b""
-        for start in range(0, request.num_tokens - self.block_size, self.block_size):
-            parent = hash_block(parent, request.token_ids, start, self.block_size)
-            block = self.pool.cached.get(parent)
-            if block is None:
-                break
-            blocks.append(block)
-            hashes.append(parent)
+        if self.enable_prefix_caching:
+            for i in range((request.num_tokens - 1) // self.block_size):
+                block = self.pool.cached.get(self._hash(request, i))
+                if block is None:
+                    break
+                blocks.append(block)
         self.pool.touch(blocks)
         self._tables[request.request_id] = blocks
-        self._hashes[request.request_id] = hashes
+        self._num_published[request.request_id] = len(blocks)
         return len(blocks) * self.block_size
+
+    def _hash(self, request: Request, i: int) -> bytes:
+        """Hash of the request's block `i`; hashes are made once, in order."""
+        hashes = self._hashes.setdefault(request.request_id, [])
+        while len(hashes) <= i:
+            parent = hashes[-1] if hashes else b""
+            hashes.append(hash_block(parent, request.token_ids, len(hashes) * self.block_size, self.block_size))
+        return hashes[i]
 
     def allocate_slots(self, request: Request, num_new_tokens: int, num_lookahead_tokens: int) -> list[int] | None:
         """Slots for computed + new + lookahead tokens, capped at the model's limit; returns the blocks added.
@@ -146,17 +148,21 @@ class KVBlockManager:
         """Makes the request's full blocks findable: the KV of `num_verified_tokens` tokens is final."""
         if not self.enable_prefix_caching:
             return
-        hashes = self._hashes.setdefault(request.request_id, [])
         table = self._tables[request.request_id]
+        first = self._num_published.get(request.request_id, 0)
         last = min(num_verified_tokens, request.num_tokens - 1) // self.block_size
-        for i in range(len(hashes), last):
-            parent = hashes[-1] if hashes else b""
-            hashes.append(hash_block(parent, request.token_ids, i * self.block_size, self.block_size))
-            self.pool.publish(table[i], hashes[-1])
+        for i in range(first, last):
+            self.pool.publish(table[i], self._hash(request, i))
+        self._num_published[request.request_id] = max(first, last)
 
     def free(self, request: Request) -> None:
-        """Gives back all blocks of the request."""
+        """Gives back all blocks of the request, which may come again."""
         self.pool.free(self._tables.pop(request.request_id, []))
+        self._num_published.pop(request.request_id, None)
+
+    def forget(self, request: Request) -> None:
+        """Gives back all blocks of the request, which has ended."""
+        self.free(request)
         self._hashes.pop(request.request_id, None)
 
     def check(self) -> None:

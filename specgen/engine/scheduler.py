@@ -64,11 +64,15 @@ class ScheduledRow(NamedTuple):
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """One step: rows in batch order, and how many drafts are of use after it (`num_spec_tokens`)."""
+    """One step: rows in batch order, and how many drafts are of use after it (`num_spec_tokens`).
+
+    `ended`: last outputs of requests that ended for want of blocks.
+    """
 
     rows: list[ScheduledRow] = field(default_factory=list)
     new_rows: list[NewRow] = field(default_factory=list)
     num_spec_tokens: int = 0
+    ended: list[EngineOutput] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -112,27 +116,27 @@ class Scheduler:
         if num_prompt >= limit:
             message = f"the prompt has {num_prompt} tokens; the limit is {limit} for prompt and answer together"
             return EngineOutput(new.request_id, [], "error", error=message)
-        max_tokens = min(new.params.max_tokens or limit, limit - num_prompt)
-        num_needed, num_held = num_prompt + max_tokens - 1, self.kv.max_request_tokens()
-        if num_needed > num_held:
-            message = (
-                f"the row may need KV slots for {num_needed} tokens and the whole pool has {num_held}; "
-                "lower max_tokens or engine.max_model_len, or give the pool more blocks"
-            )
-            return EngineOutput(new.request_id, [], "error", error=message)
+        if num_prompt > self.kv.max_request_tokens():
+            return EngineOutput(new.request_id, [], "error", error=self._too_long_for_the_pool(num_prompt))
         assert new.request_id not in self.requests, "request ids are unique"
         request = Request(
             request_id=new.request_id,
             prompt_token_ids=new.prompt_token_ids,
             params=new.params,
             seed=new.seed,
-            max_tokens=max_tokens,
+            max_tokens=min(new.params.max_tokens or limit, limit - num_prompt),
             stop_ids=frozenset(new.params.stop_token_ids),
             token_ids=list(new.prompt_token_ids),
         )
         self.requests[request.request_id] = request
         self.waiting.append(request)
         return None
+
+    def _too_long_for_the_pool(self, num_tokens: int) -> str:
+        return (
+            f"the row needs KV slots for {num_tokens} tokens and the whole pool has {self.kv.max_request_tokens()}; "
+            "lower max_tokens, or give the pool more blocks (engine.memory_fraction, engine.num_blocks)"
+        )
 
     def abort(self, request_id: int) -> EngineOutput | None:
         """Ends a request; None when it is not (or no longer) known."""
@@ -162,6 +166,11 @@ class Scheduler:
                 i += 1
                 continue
             while (row := self._try_allocate(request, num_new)) is None:
+                if len(self.running) == 1:
+                    # nobody else holds a block: wait for the real counts, or this is the end of it
+                    if request.num_steps_in_flight == 0:
+                        out.ended.append(self._fail(request, self._too_long_for_the_pool(request.num_tokens)))
+                    return budget, True
                 victim = self.running[-1]
                 self._preempt(victim)
                 any_preempted = True
@@ -326,6 +335,10 @@ class Scheduler:
 
     # ends
 
+    def _fail(self, request: Request, error: str) -> EngineOutput:
+        self._finish(request, "error", None)
+        return self._output(request, [])._replace(error=error)
+
     def _preempt(self, request: Request) -> None:
         assert self.running[-1] is request
         self.running.pop()
@@ -350,6 +363,7 @@ class Scheduler:
         else:
             self.waiting.remove(request)
         self._release(request)
+        self.kv.forget(request)
         request.status = Status.FINISHED
         request.finish_reason, request.stop = reason, stop
         del self.requests[request.request_id]

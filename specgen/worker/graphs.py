@@ -92,7 +92,7 @@ class DecodeGraphs:
             )  # compiles kernels; padded rows change nothing
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):  # type: ignore[arg-type]
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # type: ignore[arg-type]
             sampled, num_sampled = self._run_step(self._uniform_batch(inputs, max_seq_len, needs))
         self._pool = self._pool or graph.pool()
         logger.debug("captured a decode step of %d rows in %.2f s", size, time.perf_counter() - start)

@@ -11,23 +11,25 @@ from pathlib import Path
 
 import torch
 
-from specgen.errors import EngineError
+from specgen.errors import RecipeError
 
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """Where the memory goes, in bytes. `limit = used + step_peak + kv + left`.
+    """Where the memory goes, in bytes. `limit = used + step_peak + graphs + kv + left`.
 
     total: of the device, or the machine's available memory. limit: the fraction of it that may be used. used: weights,
-    per-slot state and the process itself. step_peak: activations of the largest step, measured. kv: the pool.
+    per-slot state and the process itself. step_peak: activations of the largest step, measured. graphs: kept for the
+    steps that are captured later, whose activations are at most those of the largest step. kv: the pool.
     """
 
     total: int
     limit: int
     used: int
     step_peak: int
+    graphs: int
     block_bytes: int
     num_blocks: int
 
@@ -39,7 +41,7 @@ class MemoryBudget:
     @property
     def left(self) -> int:
         """Bytes of the limit that nobody uses."""
-        return self.limit - self.used - self.step_peak - self.kv
+        return self.limit - self.used - self.step_peak - self.graphs - self.kv
 
     def as_dict(self) -> dict[str, int]:
         """All parts, by name."""
@@ -48,6 +50,7 @@ class MemoryBudget:
             "limit": self.limit,
             "used": self.used,
             "step_peak": self.step_peak,
+            "graphs": self.graphs,
             "kv": self.kv,
             "left": self.left,
         }
@@ -104,23 +107,33 @@ def plan_memory(
     memory_fraction: float,
     max_useful_blocks: int,
     num_blocks: int | None,
+    use_graphs: bool,
 ) -> MemoryBudget:
     """Runs the largest step once and gives what remains of `memory_fraction` to KV, at most what rows can ever use.
 
-    `num_blocks` not None is taken as it is (the recipe's word); the null block is among them.
+    `num_blocks` not None is the recipe's word, and kept if the device has the memory; the null block is among them.
 
     Raises:
-        EngineError: not even a few blocks fit.
+        RecipeError: no block fits, or not as many as the recipe says.
     """
+    if num_blocks is not None and num_blocks < 2:
+        raise RecipeError(f"engine.num_blocks is {num_blocks}", hint="at least 2: the first block is never used")
     is_cuda = device.type == "cuda"
     total, used, peak = _measure_cuda(device, run_largest_step) if is_cuda else _measure_cpu(run_largest_step)
     limit = int(total * memory_fraction)
+    graphs = peak if use_graphs else 0
     if num_blocks is None:
-        num_blocks = min(max_useful_blocks, (limit - used - peak) // block_bytes)
+        num_blocks = min(max_useful_blocks, (limit - used - peak - graphs) // block_bytes)
+    elif num_blocks * block_bytes > total - used - peak:
+        raise RecipeError(
+            f"engine.num_blocks is {num_blocks}: that is {num_blocks * block_bytes / 2**30:.2f} GiB of KV, and "
+            f"{max(0, total - used - peak) / 2**30:.2f} GiB are free",
+            hint="leave it out, and what fits is measured",
+        )
     if num_blocks < 2:
-        raise EngineError(
+        raise RecipeError(
             f"no memory is left for KV: of {limit / 2**30:.2f} GiB allowed, {used / 2**30:.2f} are in use and a step "
             f"takes {peak / 2**30:.2f}",
             hint="raise engine.memory_fraction, or lower engine.max_num_batched_tokens or engine.max_num_seqs",
         )
-    return MemoryBudget(total, limit, used, peak, block_bytes, num_blocks)
+    return MemoryBudget(total, limit, used, peak, graphs, block_bytes, num_blocks)

@@ -93,6 +93,8 @@ class MTPSpeculator:
             token_ids=s.token_ids,
         )
         last = self._first_pass(batch, hidden, first.input_ids, first.slot_mapping, first.last_indices)
+        # a row in the middle of its prompt needs no drafts, and must not write any: a shared block may lie ahead of it
+        batch = batch._replace(idx_mapping=torch.where(num_sampled > 0, batch.idx_mapping, -1))
         num_reqs = batch.idx_mapping.shape[0]
         drafts = batch.positions.new_full((num_reqs, self.num_speculative_tokens), -1)
         previous: torch.Tensor | None = None
@@ -102,7 +104,7 @@ class MTPSpeculator:
             rows = previous[:, -1] if previous is not None else last[0]
             logits = self.mtp.compute_logits(step % self.mtp.num_layers, rows)
             drafts[:, step] = self._sample(logits, batch, first.base_positions, drafts, step)
-        s.draft_tokens[batch.idx_mapping.long()] = drafts
+        s.draft_tokens[batch.idx_mapping.long()] = drafts  # -1 is the row that belongs to nobody
 
     def _first_pass(
         self,
@@ -155,6 +157,7 @@ class MTPSpeculator:
             assert previous is not None
             hidden = previous
         context = batch.context._replace(
+            idx_mapping=batch.idx_mapping,
             positions=inputs.positions,
             slot_mapping=inputs.slot_mapping,
             query_start_loc=self._arange[: num_reqs + 1] * width,

@@ -28,10 +28,17 @@ class StepTimer:
         self._mark(part)
 
     def end(self) -> None:
-        """Ends the step."""
+        """Ends the step, and adds up the steps before it that the device has finished."""
         self._mark("")
         self._pending.append(self._marks)
         self._marks = []
+        while self._pending and self._is_done(self._pending[0]):
+            self._add(self._pending.popleft())
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The sums by part; on CUDA the last step or two may be missing. May be read from any thread."""
+        return dict(self._seconds)
 
     def _mark(self, part: str) -> None:
         if self._is_cuda:
@@ -41,13 +48,9 @@ class StepTimer:
         else:
             self._marks.append((part, time.perf_counter()))
 
-    def collect(self, wait: bool) -> dict[str, float]:
-        """The sums by part of all steps that have ended; `wait` for those still on the device."""
-        while self._pending and (wait or self._is_done(self._pending[0])):
-            marks = self._pending.popleft()
-            for (part, start), (_, end) in itertools.pairwise(marks):
-                self._seconds[part] += _seconds_between(start, end)
-        return dict(self._seconds)
+    def _add(self, marks: list[_Mark]) -> None:
+        for (part, start), (_, end) in itertools.pairwise(marks):
+            self._seconds[part] += _seconds_between(start, end)
 
     @staticmethod
     def _is_done(marks: list[_Mark]) -> bool:
@@ -60,5 +63,4 @@ def _seconds_between(start: torch.cuda.Event | float, end: torch.cuda.Event | fl
         assert isinstance(end, float)
         return end - start
     assert not isinstance(end, float)
-    end.synchronize()
     return start.elapsed_time(end) / 1e3

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from specgen.engine.scheduler import NewRow, ScheduledRow, SchedulerOutput
-from specgen.errors import EngineError, ModelError
+from specgen.errors import ModelError, RecipeError
 from specgen.models.config import DeepseekV3Config
-from specgen.models.loading import LoadedModel, load_model
+from specgen.models.loading import load_model
 from specgen.sampling_params import SamplingParams
 from specgen.worker.memory import MemoryBudget, plan_memory
 from specgen.worker.model_runner import ModelRunner, SampledStep
@@ -49,12 +49,12 @@ def resolve_device(name: str) -> torch.device:
     """`auto` is the first CUDA device if there is one, else the CPU.
 
     Raises:
-        EngineError: CUDA was asked for and is not there.
+        RecipeError: CUDA was asked for and is not there.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
-        raise EngineError("model.device is cuda, and torch sees no CUDA device", hint="set model.device to auto or cpu")
+        raise RecipeError("model.device is cuda, and torch sees no CUDA device", hint="set model.device to auto or cpu")
     return torch.device("cuda", 0) if name == "cuda" else torch.device(name)
 
 
@@ -76,6 +76,13 @@ def make_products_exact() -> None:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
+def _no_memory(error: BaseException) -> ModelError:
+    return ModelError(
+        f"the machine lacks the memory for this model and recipe: {' '.join(str(error).split())[:200]}",
+        hint="lower engine.max_num_seqs, engine.max_num_batched_tokens or engine.max_model_len",
+    )
+
+
 class Worker:
     """Loads the model, sizes the KV pool and runs steps."""
 
@@ -83,34 +90,35 @@ class Worker:
         """`drafter_factory(states, K)` replaces the model's own draft layers (tests and experiments).
 
         Raises:
-            ModelError, EngineError: see `load_model` and `plan_memory`.
+            ModelError, RecipeError: see `load_model` and `plan_memory`, or the machine lacks the memory.
         """
         self.config = config
         if config.device.type == "cuda":
             make_products_exact()
             torch.cuda.set_device(config.device)
-        num_own = 0 if drafter_factory is not None else config.num_speculative_tokens
+        self._drafter_factory = drafter_factory
         try:
-            self.model = load_model(
-                config.folder, config.model, num_own, config.max_model_len, config.dtype, config.device
-            )
-        except torch.OutOfMemoryError as error:
-            raise ModelError(f"the weights do not fit into the device's memory: {error}") from error
+            self._build()
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            raise _no_memory(error) from error
+        except RuntimeError as error:  # the CPU's allocator has no exception of its own
+            if "allocate memory" in str(error):
+                raise _no_memory(error) from error
+            raise
+
+    def _build(self) -> None:
+        c = self.config
+        num_own = 0 if self._drafter_factory is not None else c.num_speculative_tokens
+        self.model = load_model(c.folder, c.model, num_own, c.max_model_len, c.dtype, c.device)
         self.num_draft_layers = self.model.mtp.num_layers if self.model.mtp is not None else 0
         self.states = RequestStates(
-            config.max_num_seqs,
-            config.max_model_len,
-            config.model.vocab_size,
-            config.num_speculative_tokens,
-            config.block_size,
-            config.device,
+            c.max_num_seqs, c.max_model_len, c.model.vocab_size, c.num_speculative_tokens, c.block_size, c.device
         )
-        self._drafter_factory = drafter_factory
         self.budget = self._plan_memory()
         self.kv_caches = self._new_kv_caches(self.budget.num_blocks)
         self.runner = self._new_runner(self.kv_caches)
-        if config.cuda_graphs and config.device.type == "cuda" and drafter_factory is None:
-            self.runner.use_graphs(config.max_num_seqs)
+        if self._uses_graphs:
+            self.runner.use_graphs(c.max_num_seqs)
 
     @property
     def block_bytes(self) -> int:
@@ -162,7 +170,13 @@ class Worker:
             c.memory_fraction,
             c.max_num_seqs * max_blocks + 1,
             c.num_blocks,
+            self._uses_graphs,
         )
+
+    @property
+    def _uses_graphs(self) -> bool:
+        """Whether decode steps are captured; a scripted drafter may look at values, and cannot be."""
+        return self.config.cuda_graphs and self.config.device.type == "cuda" and self._drafter_factory is None
 
     def _run_largest_step(self) -> None:
         """A step of the most tokens and logits rows, over a throw-away pool, with every processor on."""
@@ -178,7 +192,8 @@ class Worker:
             num_drafts = min(c.num_speculative_tokens, length - 1)
             step.new_rows.append(NewRow(slot, [0] * length, length, params, 0, 0, 0))
             blocks = list(range(1, num_blocks))
-            step.rows.append(ScheduledRow(slot, slot, length, num_drafts, True, blocks, 0, 0, length))
+            # computed "up to the limit": the work space for the longest context is part of the peak
+            step.rows.append(ScheduledRow(slot, slot, length, num_drafts, True, blocks, 0, 0, c.max_model_len))
         runner = self._new_runner(self._new_kv_caches(num_blocks))
         runner.execute_model(step)
         runner.sample_tokens().get()
@@ -200,14 +215,3 @@ class Worker:
         del self.runner, self.kv_caches, self.model, self.states
         if self.config.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-__all__ = [
-    "DrafterFactory",
-    "LoadedModel",
-    "Worker",
-    "WorkerConfig",
-    "make_products_exact",
-    "resolve_device",
-    "resolve_dtype",
-]
