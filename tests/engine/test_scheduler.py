@@ -18,7 +18,7 @@ from specgen.sampling_params import SamplingParams
 
 BLOCK = 4
 K = 3
-EOS = 3
+EOS = 30
 TOKEN = 40
 
 
@@ -292,7 +292,7 @@ def test_nothing_behind_the_end_is_kept() -> None:
         ([1, EOS, 3, 4], [1, EOS], "stop", "<eos>"),
         ([1, 2, 7, 4], [1, 2, 7], "stop", 7),
         ([EOS], [EOS], "stop", "<eos>"),
-        ([1, 2, 3 + 1, EOS], [1, 2, 4, EOS], "stop", "<eos>"),
+        ([1, 2, 4, EOS], [1, 2, 4, EOS], "stop", "<eos>"),
     ):
         s = scheduler()
         (r,) = add(s, new(0, 5, stop_token_ids=(7,)))
@@ -362,8 +362,7 @@ def test_abort_of_a_preempted_row() -> None:
         (new(0, 0), "no tokens"),
         (new(0, 64), "limit is 64"),
         (new(0, 80), "limit is 64"),
-        (new(0, 10, max_tokens=8), "whole pool has 16"),
-        (new(0, 1, max_tokens=None), "whole pool has 16"),
+        (new(0, 17, max_tokens=1), "whole pool has 16"),
     ],
 )
 def test_a_row_that_can_never_fit_is_an_error_at_once(request_: EngineRequest, word: str) -> None:
@@ -374,15 +373,23 @@ def test_a_row_that_can_never_fit_is_an_error_at_once(request_: EngineRequest, w
     assert not s.has_requests()
 
 
+@pytest.mark.parametrize("acceptance", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-def test_a_row_that_just_fits_runs_to_its_end(asynchronous: bool) -> None:
+def test_a_row_that_outgrows_the_pool_ends_with_an_error_and_its_tokens(asynchronous: bool, acceptance: float) -> None:
+    """U46: 16 slots compute 16 tokens and so sample the 17th; the others go on."""
     for num_prompt in (1, 9, 16):
-        outputs, _ = run_random(
-            [EngineRequest(0, list(range(num_prompt)), SamplingParams(max_tokens=17 - num_prompt), 0)],
-            scheduler(num_blocks=1 + 4, async_scheduling=asynchronous),
-            acceptance=1.0,
+        params = (
+            SamplingParams(max_tokens=17 - num_prompt, ignore_eos=True),
+            SamplingParams(max_tokens=18 - num_prompt, ignore_eos=True),
+            SamplingParams(max_tokens=None, ignore_eos=True),
         )
-        assert outputs[0][1] == "length" and len(outputs[0][0]) == 17 - num_prompt
+        requests = [EngineRequest(i, list(range(i, i + num_prompt)), p, i) for i, p in enumerate(params)]
+        requests.append(EngineRequest(3, [1, 2], SamplingParams(max_tokens=5, ignore_eos=True), 3))
+        got, _ = run_random(requests, scheduler(num_blocks=1 + 4, async_scheduling=asynchronous), acceptance)
+        assert [got[i][1] for i in range(4)] == ["length", "error", "error", "length"]
+        for r in requests:
+            tokens = got[r.request_id][0]
+            assert tokens == plain(r)[0][: len(tokens)] and len(tokens) == (5 if r.request_id == 3 else 17 - num_prompt)
 
 
 # under a random load
@@ -422,8 +429,6 @@ def run_random(
     def add_some(num: int) -> None:
         for _ in range(min(num, len(left))):
             core.input_queue.put(Add(left.pop()))
-        if not left:
-            core.input_queue.put(Stop(drain=True))
 
     def before_step() -> None:
         device.check_cache()
@@ -433,19 +438,17 @@ def run_random(
             core.input_queue.put(Abort((rng.choice(list(s.requests)),)))
 
     device.before_step = before_step
-    add_some(2)
-    while True:
-        core.run_busy_loop()
-        if not left:
-            break
+    while left:
         add_some(2)
+        core.input_queue.put(Stop(drain=True))
+        core.run_busy_loop()
     device.check_cache()
     assert s.kv.pool.num_free_blocks == s.kv.pool.num_blocks - 1
     return got, device
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(40))
 def test_any_load_gives_every_row_its_own_tokens(seed: int, asynchronous: bool) -> None:
     """Budget, pool, slots, K, acceptance, cache and draft layers at random. Blocks, slots and counts after each step."""
     rng = random.Random(seed)
