@@ -5,14 +5,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specgen.cli.render import Console, show_bench
-from specgen.errors import InputError, RecipeError
+from specgen.cli.render import Console, show_bench, to_stdout
+from specgen.cli.signals import Interrupts
+from specgen.errors import RecipeError
+from specgen.job.writer import check_replaceable, write_file
 from specgen.model_path import ASSETS, resolve_model
 from specgen.recipe import Recipe, load_recipe, recipe_from_settings
 from specgen.tokenizer import Tokenizer, eos_token_ids
 
 if TYPE_CHECKING:  # it brings torch
-    from specgen.engine.client import EngineClient
+    from specgen.job.bench import BenchResult
 
 # Without a recipe: the bundled model, every row its full length, so that both sides do the same amount of work.
 _BUNDLED = {
@@ -37,39 +39,49 @@ def bench_recipe(
 ) -> None:
     """Measure, print the table (to stderr if the JSON goes to stdout) and write the JSON.
 
-    Raises: SpecgenError for whatever is wrong with recipe, model or rows.
+    recipe_path: None is the bundled model and prompts. Over either lie `sets`, and over these the flags (`overrides`).
+
+    Raises: SpecgenError for whatever is wrong with recipe, model or rows, KeyboardInterrupt after a signal.
     """
     if recipe_path is None:
-        recipe = recipe_from_settings(sets, _BUNDLED | dict(overrides))
+        recipe = recipe_from_settings(sets, _BUNDLED, overrides)
     else:
         recipe = load_recipe(recipe_path, sets, overrides)
     if recipe.speculation.num_tokens == 0:
-        raise RecipeError("bench compares plain with speculative decoding: speculation.num_tokens must be at least 1")
+        raise RecipeError(
+            "bench compares plain with speculative decoding: speculation.num_tokens must be at least 1",
+            where=recipe.origins["speculation.num_tokens"],
+        )
     if recipe.model.path is None or recipe.input.path in (None, "-"):
         raise RecipeError("bench needs model.path, and input.path as a file")
-    if json_path not in (None, "-") and not Path(str(json_path)).absolute().parent.is_dir():
-        raise InputError("the folder of the JSON file does not exist", where=json_path)
+    if json_path is not None:
+        check_replaceable(json_path, "JSON file", [str(recipe_path or "-"), str(recipe.input.path)])
+    with Interrupts() as interrupts:
+        result = _measure(recipe, interrupts, num_rows, num_rounds)
+    show_bench(result, to_stderr=json_path == "-")
+    if json_path is not None:
+        text = json.dumps({"model": recipe.model.path, "recipe": _plain(recipe), **result.as_dict()}, indent=2) + "\n"
+        if json_path == "-":
+            to_stdout(text)
+        else:
+            write_file(json_path, text, "JSON file")
+
+
+def _measure(recipe: Recipe, interrupts: Interrupts, num_rows: int, num_rounds: int) -> "BenchResult":
+    interrupts.hold()  # an import that is broken off may take the process with it
+    from specgen.engine.client import EngineClient
     from specgen.job.bench import read_bench_rows, run_bench
 
-    folder = resolve_model(recipe.model.path)
+    interrupts.release()
+    folder = resolve_model(str(recipe.model.path))
     tokenizer = Tokenizer(folder)
     eos = eos_token_ids(folder, tokenizer)
 
-    def make_engine(side: Recipe) -> "EngineClient":
-        from specgen.engine.client import EngineClient
-
+    def make_engine(side: Recipe) -> EngineClient:
         return EngineClient.create(side, folder, eos)
 
-    console = Console()
     rows = read_bench_rows(recipe, num_rows)
-    result = run_bench(recipe, rows, tokenizer, make_engine, num_rounds=num_rounds, on_round=console.note)
-    show_bench(result, to_stderr=json_path == "-")
-    if json_path is not None:
-        text = json.dumps({"model": recipe.model.path, "recipe": _plain(recipe), **result.as_dict()}, indent=2)
-        if json_path == "-":
-            print(text)
-        else:
-            Path(json_path).write_text(text + "\n", encoding="utf-8")
+    return run_bench(recipe, rows, tokenizer, make_engine, num_rounds=num_rounds, on_round=Console().note)
 
 
 def _plain(recipe: Recipe) -> dict[str, object]:

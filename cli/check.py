@@ -8,12 +8,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from specgen.cli import codes
-from specgen.cli.render import Console
+from specgen.cli.render import Console, to_stdout
 from specgen.errors import RecipeError, RowError
 from specgen.job.prompts import PromptBuilder
-from specgen.job.readers import BadRow, Row, RowReader, open_input
+from specgen.job.readers import BadRow, Row, RowReader, no_rows, open_input
 from specgen.model_path import resolve_model
 from specgen.recipe import Recipe, load_recipe
+from specgen.stats import counted
 from specgen.tokenizer import Tokenizer, eos_token_ids
 
 _MAX_SHOWN = 10
@@ -25,25 +26,22 @@ def check_recipe(recipe_path: Path, input_path: str | None, *, sets: Sequence[st
     Raises: SpecgenError for what would stop a run before its first row.
     """
     recipe = load_recipe(recipe_path, sets, {} if input_path is None else {"input.path": input_path})
-    print(recipe.to_yaml_with_origins(), end="")
+    to_stdout(recipe.to_yaml_with_origins())
     if recipe.model.path is None:
         raise RecipeError("model.path is missing")
     folder = resolve_model(recipe.model.path)
     tokenizer = Tokenizer(folder)
-    from specgen.models.config import read_config
+    from specgen.models.config import read_config, resolve_max_model_len
 
     config = read_config(folder)
-    limit = recipe.engine.max_model_len or config.max_position_embeddings
-    if limit > config.max_position_embeddings:
-        raise RecipeError(
-            f"engine.max_model_len is {limit}; the model's limit is {config.max_position_embeddings} tokens",
-            where=recipe.origins["engine.max_model_len"],
-        )
-    print(f"# model: {folder}")
-    print(f"# draft layers: {config.num_nextn_predict_layers}, vocabulary: {config.vocab_size}, at most {limit} tokens")
-    print(f"# BOS: {tokenizer.prefix_ids or 'none'}, EOS: {list(eos_token_ids(folder, tokenizer))}")
+    limit = resolve_max_model_len(recipe.engine.max_model_len, config, recipe.origins["engine.max_model_len"])
+    to_stdout(
+        f"# model: {folder}\n"
+        f"# draft layers: {config.num_nextn_predict_layers}, vocabulary: {config.vocab_size}, at most {limit} tokens\n"
+        f"# BOS: {tokenizer.prefix_ids or 'none'}, EOS: {list(eos_token_ids(folder, tokenizer))}\n"
+    )
     if recipe.input.path is None or recipe.input.path == "-":
-        print("# input: rows were not looked at (stdin, or none given)")
+        to_stdout("# input: rows were not looked at (stdin, or none given)\n")
         return codes.OK
     builder = PromptBuilder(recipe, tokenizer, max_model_len=limit, vocab_size=config.vocab_size)
     return _check_rows(recipe, builder)
@@ -60,14 +58,19 @@ def _check_rows(recipe: Recipe, builder: PromptBuilder) -> int:
             bad[problem.code] += 1
             if bad.total() <= _MAX_SHOWN:
                 console.warn(f"{path}:{row.line}: {problem}")
-    print(f"# input: {path}: {len(lengths)} rows can run, {bad.total()} cannot, {reader.blank_lines} blank lines")
-    for code, count in sorted(bad.items()):
-        print(f"#   {code}: {count}")
     if not lengths and not bad:
-        raise RecipeError("the input has no rows", where=path)
+        raise no_rows(path)
+    lines = [
+        f"# input: {path}: {counted(len(lengths), 'row')} can run, {bad.total():,} cannot,"
+        f" {counted(reader.blank_lines, 'blank line')}"
+    ]
+    lines += [f"#   {code}: {count:,}" for code, count in sorted(bad.items())]
     if lengths:
         mean = sum(lengths) / len(lengths)
-        print(f"# prompt tokens: {sum(lengths)} in all, {min(lengths)} to {max(lengths)} a row, mean {mean:.1f}")
+        lines.append(
+            f"# prompt tokens: {sum(lengths):,} in all, {min(lengths)} to {max(lengths)} a row, mean {mean:.1f}"
+        )
+    to_stdout("\n".join(lines) + "\n")
     return codes.FAILED_ROWS if bad else codes.OK
 
 

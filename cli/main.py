@@ -1,16 +1,18 @@
 """The `specgen` command: its sub-commands, and the one place where errors become a message and an exit code.
 
-Exit codes: 0 done, 1 our bug, 2 recipe or input wrong, 3 finished with failed rows, 130 interrupted.
+Exit codes: 0 done, 1 our bug, 2 recipe or input wrong, 3 finished with failed rows, 130 interrupted (by a signal, or
+because nobody reads stdout any more).
 Imports nothing heavy: each command imports what it needs when it runs.
 """
 
 import contextlib
 import logging
+import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 
@@ -42,8 +44,9 @@ class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record."""
-        self.stream = sys.stderr
-        super().emit(record)
+        if sys.stderr is not None:
+            self.stream = sys.stderr
+            super().emit(record)
 
 
 def _set_up_logging(*, debug: bool) -> None:
@@ -57,6 +60,18 @@ def _show_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"specgen {__version__}")
         raise typer.Exit()
+
+
+@contextlib.contextmanager
+def _exit_codes() -> Iterator[None]:
+    """End a command with our exit code where typer has its own: for an interruption, and a reader who left."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        _to_stderr("interrupted")
+        raise typer.Exit(codes.INTERRUPTED) from None
+    except BrokenPipeError:
+        raise typer.Exit(codes.INTERRUPTED) from None
 
 
 @app.callback()
@@ -78,16 +93,22 @@ def run(
         str | None, typer.Option("--output", "-o", help="Where the answers go instead of output.path; - is stdout.")
     ] = None,
     sets: Sets = None,
-    stats: Annotated[Path | None, typer.Option(help="Write the run's statistics there, as JSON; - is stdout.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Move an old output file aside, to NAME.old.")] = False,
+    stats: Annotated[
+        Path | None,
+        typer.Option(help="Write the run's statistics there, as JSON (an old file is replaced); - is stdout."),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Move an old output file, and its recipe, aside: to NAME.old.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no summary; warnings stay.")] = False,
 ) -> None:
     """Run a recipe: one output line for every input row, whatever happened to it."""
     from specgen.cli.run import run_recipe
 
-    code = run_recipe(
-        recipe, input_path, output=output, sets=sets or (), stats_path=stats, overwrite=overwrite, quiet=quiet
-    )
+    with _exit_codes():
+        code = run_recipe(
+            recipe, input_path, output=output, sets=sets or (), stats_path=stats, overwrite=overwrite, quiet=quiet
+        )
     raise typer.Exit(code)
 
 
@@ -96,7 +117,9 @@ def check(recipe: RecipeFile, input_path: InputFile = None, sets: Sets = None) -
     """Show the resolved recipe with each value's origin, and look at model and rows without loading weights."""
     from specgen.cli.check import check_recipe
 
-    raise typer.Exit(check_recipe(recipe, input_path, sets=sets or ()))
+    with _exit_codes():
+        code = check_recipe(recipe, input_path, sets=sets or ())
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -115,7 +138,12 @@ def bench(
     temperature: Annotated[float | None, typer.Option(help="Temperature. [default: the recipe's, or 0]")] = None,
     sets: Sets = None,
     json_path: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write the figures there, as JSON; - is stdout.")
+        str | None,
+        typer.Option(
+            "--json",
+            metavar="FILE",
+            help="Write the figures there, as JSON (an old file is replaced); - is stdout.",
+        ),
     ] = None,
 ) -> None:
     """Measure plain against speculative decoding, on the same rows and in one run."""
@@ -127,14 +155,25 @@ def bench(
         "sampling.temperature": temperature,
     }
     overrides = {key: value for key, value in flags.items() if value is not None}
-    bench_recipe(recipe, overrides, sets=sets or (), num_rows=rows, num_rounds=rounds, json_path=json_path)
+    with _exit_codes():
+        bench_recipe(recipe, overrides, sets=sets or (), num_rows=rows, num_rounds=rounds, json_path=json_path)
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; nothing else in specgen turns errors into messages."""
+    _occupy_closed_descriptors()
+    code = _run_app(args)
+    for stream in (sys.stdout, sys.stderr):
+        _settle(stream)
+    return code
+
+
+def _run_app(args: Sequence[str] | None) -> int:
     try:
         app(args=None if args is None else list(args), prog_name="specgen")
     except SystemExit as done:
+        if isinstance(done.__context__, BrokenPipeError):  # typer's own output, a help text say, had no reader
+            return codes.INTERRUPTED
         return done.code if isinstance(done.code, int) else codes.OK
     except KeyboardInterrupt:
         return codes.INTERRUPTED
@@ -159,5 +198,26 @@ def _show_error(error: Exception, text: str) -> None:
 
 
 def _to_stderr(text: str) -> None:
-    with contextlib.suppress(OSError):  # nobody may be listening
-        print(text, file=sys.stderr)
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):  # nobody may be listening
+            print(text, file=sys.stderr, flush=True)
+
+
+def _occupy_closed_descriptors() -> None:
+    """Put /dev/null where stdin, stdout or stderr are closed, or the next file opened would become one of them."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest that is free: this one
+
+
+def _settle(stream: TextIO | None) -> None:
+    """Drop what a stream still holds and nobody takes, or Python would try again, and complain, when it exits."""
+    if stream is None:
+        return
+    try:
+        stream.flush()
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), stream.fileno())

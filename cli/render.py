@@ -1,15 +1,18 @@
-"""What a person sees while and after a job runs: all of it on stderr, except the benchmark's table."""
+"""What a person sees while and after a job runs, on stderr; and `to_stdout`, the one way there for data."""
 
+import contextlib
 import sys
 import time
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import rich.console
+from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from specgen.stats import RunStats, SpecStats
+from specgen.errors import InputError
+from specgen.stats import RunStats, SpecStats, counted
 
 if TYPE_CHECKING:  # they bring the engine's modules
     from specgen.job.bench import BenchResult, Side
@@ -20,21 +23,54 @@ _LINE_SECONDS = 5.0
 _BAR_WIDTH = 30
 
 
+def to_stdout(text: str) -> None:
+    """Write text to stdout and flush it; what its encoding does not have is written as escapes.
+
+    Raises: InputError if stdout is closed or full, BrokenPipeError if its reader has left.
+    """
+    if sys.stdout is None:
+        raise InputError("stdout is closed")
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise InputError(f"writing to stdout failed: {error.strerror}") from None
+
+
+class _PlainConsole(rich.console.Console):
+    """Shows texts as they are: a path with [brackets] or :colons: is no markup."""
+
+    def __init__(self, *, stderr: bool) -> None:
+        super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False)
+
+    def on_broken_pipe(self) -> None:
+        """Go on in silence: a job does not end because nobody watches it."""
+        self.quiet = True
+
+
 class Console:
     """Stderr, for people. quiet: warnings only."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self.quiet = quiet
-        self.rich = rich.console.Console(stderr=True, highlight=False)
+        self.rich = _PlainConsole(stderr=True)
 
     def note(self, text: str) -> None:
         """Say what is being done."""
         if not self.quiet:
-            self.rich.print(text, style="dim", markup=False, soft_wrap=True)
+            self.show(text, style="dim")
 
     def warn(self, text: str) -> None:
         """Say what the user should know in any case."""
-        self.rich.print(f"warning: {text}", style="yellow", markup=False, soft_wrap=True)
+        self.show(f"warning: {text}", style="yellow")
+
+    def show(self, content: RenderableType, *, style: str | None = None) -> None:
+        """Print a text or a table, if anybody can see it."""
+        with contextlib.suppress(OSError):
+            self.rich.print(content, style=style, soft_wrap=isinstance(content, str))
 
 
 class ProgressView:
@@ -71,7 +107,7 @@ class ProgressView:
         if now - self._last_line >= _LINE_SECONDS:
             self._last_line = now
             of_total = f" of {self._total}" if self._total is not None else ""
-            self._console.note(f"{progress.rows_done}{of_total} rows, {_progress_text(progress)}")
+            self._console.note(f"rows done: {progress.rows_done}{of_total}, {_progress_text(progress)}")
 
     def __enter__(self) -> "ProgressView":
         """Start showing."""
@@ -117,7 +153,7 @@ def show_summary(console: Console, stats: RunStats, output_path: str) -> None:
         for label, bar in _acceptance_bars(stats.spec):
             table.add_row(label, bar)
         table.add_row("output", "stdout" if output_path == "-" else output_path)
-        console.rich.print(table)
+        console.show(table)
     for warning in stats.warnings():
         console.warn(warning)
 
@@ -133,27 +169,35 @@ def _acceptance_bars(spec: SpecStats) -> list[tuple[str, str]]:
 
 
 def show_bench(result: "BenchResult", *, to_stderr: bool) -> None:
-    """Print the benchmark's figures: both sides, acceptance, speed-up, and whether the tokens were the same."""
+    """Print the benchmark's figures: both sides, acceptance, speed-up, and whether the tokens were the same.
+
+    Raises: InputError, BrokenPipeError if stdout does not take them.
+    """
     from specgen.job.bench import BENCH_PARTS
 
-    console = rich.console.Console(file=sys.stderr if to_stderr else sys.stdout, highlight=False)
-    table = Table(
-        title=f"{result.rows} rows, {result.prompt_tokens:,} prompt tokens, {len(result.plain.rounds)} rounds"
-    )
+    title = [(result.rows, "row"), (result.prompt_tokens, "prompt token"), (len(result.plain.rounds), "round")]
+    table = Table(title=", ".join(counted(count, noun) for count, noun in title))
     table.add_column("")
     sides: list[Side] = [result.plain, result.speculative]
     for side in sides:
-        table.add_column(f"{side.num_tokens} drafts" if side.num_tokens else "plain", justify="right")
+        table.add_column(counted(side.num_tokens, "draft") if side.num_tokens else "plain", justify="right")
     table.add_row("output tokens/s", *(f"{side.tokens_per_second:,.0f}" for side in sides))
     table.add_row("tokens a step and row", *(f"{side.spec.mean_accepted_length:.2f}" for side in sides))
     for part in BENCH_PARTS:
         if any(side.ms_per_step(part) for side in sides):
             table.add_row(f"ms a step, {part}", *(f"{side.ms_per_step(part):.2f}" for side in sides))
-    console.print(table)
     bars = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for label, bar in _acceptance_bars(result.speculative.spec):
         bars.add_row(label, bar)
-    console.print(bars)
-    console.print(f"speed-up: {result.speedup:.2f}×")
     different = result.num_different_rows
-    console.print("token ids: the same" if not different else f"token ids: {different} of {result.rows} rows DIFFER")
+    same = "the same" if not different else f"DIFFER in {different} of {counted(result.rows, 'row')}"
+    contents: list[RenderableType] = [table, bars, f"speed-up: {result.speedup:.2f}×", f"token ids: {same}"]
+    console = _PlainConsole(stderr=to_stderr)
+    with console.capture() as captured:
+        for content in contents:
+            console.print(content)
+    if to_stderr:
+        with contextlib.suppress(OSError):
+            print(captured.get(), end="", file=sys.stderr)
+    else:
+        to_stdout(captured.get())

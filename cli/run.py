@@ -1,28 +1,20 @@
-"""`specgen run`: puts recipe, rows, engine and output file together, and watches for signals."""
+"""`specgen run`: puts recipe, rows, engine and output file together."""
 
 import json
-import os
-import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING
 
 from specgen.cli import codes
-from specgen.cli.render import Console, ProgressView, show_summary
+from specgen.cli.render import Console, ProgressView, show_summary, to_stdout
+from specgen.cli.signals import Interrupts
 from specgen.errors import InputError, RecipeError
-from specgen.job.readers import ReadAhead, RowReader, count_lines, open_input
-from specgen.job.writer import LineWriter, check_output, move_aside
+from specgen.job.readers import ReadAhead, RowReader, count_lines, name_of, open_input
+from specgen.job.writer import LineWriter, check_output, check_replaceable, recipe_beside, write_file, write_new
 from specgen.model_path import resolve_model
 from specgen.recipe import Recipe, load_recipe
-from specgen.stats import RunStats
+from specgen.stats import RunStats, counted
 from specgen.tokenizer import Tokenizer, eos_token_ids
-
-if TYPE_CHECKING:  # it brings torch
-    from specgen.engine.client import EngineClient
 
 
 def run_recipe(
@@ -41,64 +33,65 @@ def run_recipe(
     """
     recipe = load_with_paths(recipe_path, input_path, output, sets)
     source_path, target_path = str(recipe.input.path), str(recipe.output.path)
-    check_output(target_path, input_path=source_path, overwrite=overwrite)
+    check_output(target_path, input_path=source_path, overwrite=overwrite, recipe_path=recipe_path)
     if stats_path is not None:
-        _check_stats_path(stats_path, (recipe_path, source_path, target_path))
-    folder = resolve_model(_required(recipe.model.path, "model.path"))
+        _check_stats_path(stats_path, [str(recipe_path), source_path, target_path])
     console = Console(quiet=quiet)
-    stop = threading.Event()
-    with _signals(stop) as job_is_running, open_input(source_path) as stream:
-        reader = RowReader(stream, where=source_path, id_column=recipe.input.id, limit=recipe.input.limit)
-        source = ReadAhead(reader)
-        source.require_first()
-        tokenizer = Tokenizer(folder)
-        console.note(f"loading {recipe.model.path}")
-        from specgen.engine.client import EngineClient
-
-        with EngineClient.create(recipe, folder, eos_token_ids(folder, tokenizer)) as engine:
-            for line in _engine_lines(engine.description):
-                console.note(line)
-            if target_path != "-":
-                write_recipe_beside(recipe, overwrite=overwrite)
-            job_is_running.set()
-            stats = _run_job(recipe, engine, tokenizer, source, stop, console, overwrite=overwrite)
-    if stats_path is not None:
-        _write_stats(stats, stats_path)
+    with Interrupts() as interrupts:
+        try:
+            stats = _run(recipe, interrupts, console, overwrite=overwrite)
+        except KeyboardInterrupt:
+            console.warn("interrupted before the first row: there are no answers")
+            return codes.INTERRUPTED
     show_summary(console, stats, target_path)
     if stats.interrupted:
-        console.warn("interrupted: the rows that had finished were written")
+        written = f"what had finished was written ({counted(stats.rows, 'row')})"
+        console.warn(f"interrupted: {written if stats.rows else 'no row had finished'}")
+    if stats_path is not None:
+        _write_stats(stats, str(stats_path))
+    if stats.interrupted:
         return codes.INTERRUPTED
     return codes.FAILED_ROWS if stats.failed else codes.OK
 
 
-def _run_job(
-    recipe: Recipe,
-    engine: "EngineClient",
-    tokenizer: Tokenizer,
-    source: ReadAhead,
-    stop: threading.Event,
-    console: Console,
-    *,
-    overwrite: bool,
-) -> RunStats:
-    from specgen.job.job import Job
+def _run(recipe: Recipe, interrupts: Interrupts, console: Console, *, overwrite: bool) -> RunStats:
+    """Load the model, once there is a row for it, and run the job.
 
-    path = str(recipe.output.path)
-    total = count_lines(str(recipe.input.path))
-    if total is not None and recipe.input.limit is not None:
-        total = min(total, recipe.input.limit)
-    job: Job | None = None
-    try:
-        with (
-            LineWriter.open(path, ordered=recipe.output.order == "input", overwrite=overwrite) as writer,
-            ProgressView(console, total, shares_terminal=path == "-" and sys.stdout.isatty()) as view,
-        ):
-            job = Job(recipe, engine, tokenizer, source, writer, stop=stop, on_progress=view.update)
-            return job.run()
-    except BrokenPipeError:  # whoever read our output has seen enough
-        assert job is not None
-        job.stats.interrupted = True
-        return job.stats
+    Raises: KeyboardInterrupt for a signal before the job has begun; later ones end the job, which says so.
+    """
+    source_path, target_path = str(recipe.input.path), str(recipe.output.path)
+    folder = resolve_model(_required(recipe.model.path, "model.path"))
+    with open_input(source_path) as stream:
+        where = name_of(source_path)
+        source = ReadAhead(RowReader(stream, where=where, id_column=recipe.input.id, limit=recipe.input.limit))
+        source.require_first()
+        tokenizer = Tokenizer(folder)
+        console.note(f"loading {recipe.model.path}")
+        interrupts.hold()  # an import that is broken off may take the process with it
+        from specgen.engine.client import EngineClient
+        from specgen.job.job import Job
+
+        interrupts.release()
+        with EngineClient.create(recipe, folder, eos_token_ids(folder, tokenizer)) as engine:
+            for line in _engine_lines(engine.description):
+                console.note(line)
+            total = None if console.quiet else count_lines(source_path, recipe.input.limit)
+            view = ProgressView(console, total, shares_terminal=target_path == "-" and sys.stdout.isatty())
+            ordered = recipe.output.order == "input"
+            job: Job | None = None
+            try:
+                with LineWriter.open(target_path, ordered=ordered, overwrite=overwrite) as writer, view:
+                    interrupts.flush = writer.flush
+                    interrupts.hold()
+                    _write_recipe_beside(recipe, overwrite=overwrite)
+                    job = Job(recipe, engine, tokenizer, source, writer, stop=interrupts.stop, on_progress=view.update)
+                    return job.run()
+            except BrokenPipeError:
+                if job is None:
+                    raise
+                console.warn("nobody reads the output any more")
+                job.stats.interrupted = True
+                return job.stats
 
 
 def load_with_paths(recipe_path: Path, input_path: str | None, output: str | None, sets: Sequence[str]) -> Recipe:
@@ -126,34 +119,27 @@ def _required(value: str | None, key: str, hint: str | None = None) -> str:
     return value
 
 
-def _write_stats(stats: RunStats, path: Path) -> None:
-    text = json.dumps(stats.as_dict(), indent=2)
-    if str(path) == "-":
-        print(text)
+def _check_stats_path(path: Path, files: Sequence[str]) -> None:
+    output = files[-1]
+    if str(path) == "-" and output == "-":
+        raise InputError("statistics and answers cannot both go to stdout", where="--stats -")
+    beside = recipe_beside(output)
+    check_replaceable(str(path), "statistics file", files if beside is None else [*files, beside])
+
+
+def _write_stats(stats: RunStats, path: str) -> None:
+    text = json.dumps(stats.as_dict(), indent=2) + "\n"
+    if path == "-":
+        to_stdout(text)
     else:
-        path.write_text(text + "\n", encoding="utf-8")
+        write_file(path, text, "statistics file")
 
 
-def _check_stats_path(path: Path, others: Sequence[Path | str]) -> None:
-    if str(path) == "-":
-        if others[-1] == "-":
-            raise InputError("statistics and answers cannot both go to stdout", where="--stats -")
-        return
-    if any(str(other) != "-" and path.resolve() == Path(other).resolve() for other in others):
-        raise InputError("the statistics would overwrite a file of this job", where=str(path))
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise InputError("the statistics file cannot be made there", where=str(path))
-
-
-def write_recipe_beside(recipe: Recipe, *, overwrite: bool) -> None:
+def _write_recipe_beside(recipe: Recipe, *, overwrite: bool) -> None:
     """Write `<output>.recipe.yaml`, the resolved recipe with every value's origin."""
-    output = Path(str(recipe.output.path))
-    if output.exists() and not output.is_file():
-        return  # a device or a pipe
-    path = Path(f"{output}.recipe.yaml")
-    if overwrite:
-        move_aside(path)
-    path.write_text(recipe.to_yaml_with_origins(), encoding="utf-8")
+    path = recipe_beside(str(recipe.output.path))
+    if path is not None:
+        write_new(path, recipe.to_yaml_with_origins(), overwrite=overwrite)
 
 
 def _engine_lines(description: dict[str, object]) -> list[str]:
@@ -164,29 +150,3 @@ def _engine_lines(description: dict[str, object]) -> list[str]:
     if isinstance(memory, dict):
         lines.append("memory, MiB: " + ", ".join(f"{name} {size / 2**20:,.0f}" for name, size in memory.items()))
     return lines
-
-
-@contextmanager
-def _signals(stop: threading.Event) -> Iterator[threading.Event]:
-    """Turn SIGINT and SIGTERM into `stop` once the yielded event is set, into KeyboardInterrupt before.
-
-    A second signal ends the process at once: every line that was flushed is whole.
-    """
-    job_is_running = threading.Event()
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if stop.is_set():
-            os._exit(codes.INTERRUPTED)
-        stop.set()
-        if not job_is_running.is_set():
-            raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield job_is_running
-        return
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield job_is_running
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

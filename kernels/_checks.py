@@ -10,13 +10,19 @@ def check(name: str, tensor: torch.Tensor, dtype: torch.dtype, *shape: int | Non
     """
     if tensor.dtype != dtype:
         raise ValueError(f"{name}: expected dtype {dtype}, got {tensor.dtype}")
-    if tensor.dim() != len(shape) or any(
-        want is not None and have != want for have, want in zip(tensor.shape, shape, strict=True)
-    ):
-        wanted = ", ".join("any" if want is None else str(want) for want in shape)
-        raise ValueError(f"{name}: expected shape [{wanted}], got {list(tensor.shape)}")
-    if tensor.dim() and tensor.stride(-1) != 1 and tensor.shape[-1] > 1 and tensor.numel() > 0:
+    sizes = tensor.shape
+    if len(sizes) != len(shape):
+        raise _wrong_shape(name, tensor, shape)
+    for have, want in zip(sizes, shape, strict=True):
+        if want is not None and have != want:
+            raise _wrong_shape(name, tensor, shape)
+    if sizes and tensor.stride(-1) != 1 and sizes[-1] > 1 and tensor.numel() > 0:
         raise ValueError(f"{name}: the last dimension must be contiguous, its stride is {tensor.stride(-1)}")
+
+
+def _wrong_shape(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...]) -> ValueError:
+    wanted = ", ".join("any" if want is None else str(want) for want in shape)
+    return ValueError(f"{name}: expected shape [{wanted}], got {list(tensor.shape)}")
 
 
 def check_same_device(**tensors: torch.Tensor) -> None:

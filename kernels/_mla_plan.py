@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-KEYS = 128  # keys a chunk
-_SLAB_TILES = 32  # tiles whose keys are gathered at once: a megabyte stays in the cache
+KEYS = 64  # keys a chunk
+_SLAB_TILES = 64  # tiles whose keys are gathered at once: a megabyte stays in the cache
 _SHARING_TILES = 8  # from so many tiles on, a request's tiles use one gathered copy of its keys
 
 

@@ -110,6 +110,17 @@ def optional(inner: Check, wanted: str) -> Check:
     return check
 
 
+def names(wanted: str) -> Check:
+    """Return a check for a list of texts, none of them empty, which gives it back as a tuple."""
+
+    def check(value: object) -> tuple[str, ...]:
+        if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) and item for item in value):
+            raise _refuse(wanted, value)
+        return tuple(value)
+
+    return check
+
+
 def token_ids() -> Check:
     """Return a check for a list of token ids (ints from 0 to 2^31 - 1), which gives it back as a tuple."""
     wanted = "a list of token ids (integers from 0 to 2147483647)"

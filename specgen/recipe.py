@@ -65,12 +65,17 @@ class SpeculationSection:
 
 @dataclass(frozen=True, slots=True)
 class InputSection:
-    """path: a JSONL file or `-` for stdin. prompt, id: names of columns. limit: only the first so many rows."""
+    """path: a JSONL file or `-` for stdin. prompt, id: names of columns. limit: only the first so many rows.
+
+    keep: columns of the user's own whose names are, or nearly are, sampling parameters: without it they are taken for
+    misplaced ones.
+    """
 
     path: str | None = _key(None, checks.optional(checks.text("a file, or - for stdin"), ""))
     prompt: str = _key("prompt", checks.text("the name of a column"))
     id: str = _key("id", checks.text("the name of a column"))
     limit: int | None = _key(None, checks.optional(_count("rows"), "null, all rows,"))
+    keep: tuple[str, ...] = _key((), checks.names("a list of names of columns"))
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -189,13 +194,21 @@ def load_recipe(path: str | Path, sets: Sequence[str] = (), overrides: Mapping[s
     return _resolve(settings, path.parent)
 
 
-def recipe_from_settings(sets: Sequence[str] = (), overrides: Mapping[str, object] | None = None) -> Recipe:
-    """Return a recipe made without a file, from `overrides` and then `sets`; paths are from the current directory.
+def recipe_from_settings(
+    sets: Sequence[str] = (),
+    defaults: Mapping[str, object] | None = None,
+    overrides: Mapping[str, object] | None = None,
+) -> Recipe:
+    """Return a recipe made without a file: `defaults`, then `sets`, then `overrides`, as `load_recipe` lays them.
+
+    Paths are from the current directory.
 
     Raises: RecipeError.
     """
-    settings = [_Setting(key, value, "default") for key, value in (overrides or {}).items()]
-    return _resolve([*settings, *map(_parse_set, sets)], Path())
+    settings = [_Setting(key, value, "default") for key, value in (defaults or {}).items()]
+    settings += map(_parse_set, sets)
+    settings += [_Setting(key, value, "command line") for key, value in (overrides or {}).items()]
+    return _resolve(settings, Path())
 
 
 def _resolve(settings: Sequence[_Setting], folder: Path) -> Recipe:

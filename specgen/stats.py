@@ -15,6 +15,11 @@ _LOOP_MIN_TOKENS = 24
 _LENGTH_WARNING_SHARE = 0.2
 
 
+def counted(count: int, noun: str) -> str:
+    """Return "1 row", "0 rows", "2,000 rows"."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 @dataclass(slots=True)
 class SpecStats:
     """Counts of speculative steps, of a row or summed over rows.
@@ -184,12 +189,12 @@ class RunStats:
         if self.rows and cut > _LENGTH_WARNING_SHARE * self.rows:
             found.append(f"{cut} of {self.rows} rows were cut at their token limit: raise sampling.max_tokens")
         if self.empty:
-            found.append(f"{self.empty} rows gave an empty answer")
+            found.append(f"{counted(self.empty, 'row')} gave an empty answer")
         if self.looping:
-            found.append(f"{self.looping} rows end in a loop (the same few tokens over and over)")
+            found.append(f"{counted(self.looping, 'row')} ended in a loop (the same few tokens over and over)")
         if self.failed:
             codes = ", ".join(f"{code} × {count}" for code, count in sorted(self.error_codes.items()))
-            found.append(f"{self.failed} rows failed: {codes}")
+            found.append(f"{counted(self.failed, 'row')} failed: {codes}")
         return found
 
     def as_dict(self) -> dict[str, object]:

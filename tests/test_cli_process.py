@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -71,3 +72,49 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     assert done.returncode == 130, done.stderr.decode()
     assert b"Traceback" not in done.stderr
     assert b"Exception ignored" not in done.stderr
+
+
+@pytest.mark.parametrize("command", [["run", QUICKSTART], ["bench", "--json", "figures.json"]], ids=["run", "bench"])
+def test_a_signal_while_the_model_loads_ends_cleanly(tmp_path: Path, command: list[str]) -> None:
+    with subprocess.Popen([*SPECGEN, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        time.sleep(1.0)
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == 130, told.decode()
+    assert b"interrupted" in told.splitlines()[-1]
+    assert b"Traceback" not in told
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_looking_at_the_first_lines_only_is_no_error() -> None:
+    check = " ".join([*map(shlex.quote, [*SPECGEN, "check", QUICKSTART])])
+    done = subprocess.run(
+        ["bash", "-c", f"{check} | head -1; exit ${{PIPESTATUS[0]}}"], capture_output=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"model:\n", b"")
+
+
+@pytest.mark.parametrize(
+    ("redirection", "part"),
+    [("--output - >&-", b"to stdout, which is closed"), ("- --output new.jsonl <&-", b"from stdin, which is closed")],
+)
+def test_closed_streams_are_the_users_to_mend(tmp_path: Path, redirection: str, part: bytes) -> None:
+    run = " ".join(map(shlex.quote, [*SPECGEN, "run", QUICKSTART]))
+    done = subprocess.run(["bash", "-c", f"{run} {redirection}"], stderr=subprocess.PIPE, timeout=60, check=False)
+    assert done.returncode == 2, done.stderr.decode()
+    assert part in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_job_goes_on_when_nobody_watches_it(tmp_path: Path) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [*SPECGEN, "run", QUICKSTART, "-", "--set", "sampling.max_tokens=4"]
+    try:
+        done = subprocess.run(
+            command, input=PROMPTS[0], stdout=subprocess.PIPE, stderr=write_end, timeout=120, check=False
+        )
+    finally:
+        os.close(write_end)
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["id"] == "story-000"

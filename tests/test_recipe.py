@@ -152,6 +152,25 @@ def test_records_made_in_python_are_checked_too() -> None:
     assert Recipe().speculation.num_tokens == 3
 
 
+def test_a_recipe_without_a_file_has_the_same_layers() -> None:
+    layers = {"sampling.top_k": 1, "sampling.top_p": 0.5, "sampling.seed": 1}, {"sampling.top_k": 3}
+    recipe = recipe_from_settings(["sampling.top_k=2", "sampling.top_p=0.6"], *layers)
+    assert (recipe.sampling.top_k, recipe.sampling.top_p, recipe.sampling.seed) == (3, 0.6, 1)
+    origins = [recipe.origins[f"sampling.{name}"] for name in ("top_k", "top_p", "seed")]
+    assert origins == ["command line", "--set", "default"]
+    with pytest.raises(RecipeError, match=r"^command line: sampling\.top_k must be"):
+        recipe_from_settings([], {}, {"sampling.top_k": -1})
+
+
+def test_columns_to_keep_are_a_list_of_names() -> None:
+    recipe = recipe_from_settings(["input.keep=[seed, top_k]"])
+    assert recipe.input.keep == ("seed", "top_k")
+    assert "keep: [seed, top_k]" in recipe.to_yaml_with_origins()
+    for wrong in ("seed", "[1]", "['']", "{a: 1}"):
+        with pytest.raises(RecipeError, match=r"input\.keep must be a list of names of columns"):
+            recipe_from_settings([f"input.keep={wrong}"])
+
+
 def test_a_recipe_without_a_file() -> None:
     recipe = recipe_from_settings(["sampling.top_k=3"], {"model.path": "stories-7m", "sampling.top_k": 2})
     assert (recipe.model.path, recipe.sampling.top_k) == ("stories-7m", 3)

@@ -14,9 +14,9 @@ from specgen.engine.request import EngineOutput, EngineRequest
 from specgen.errors import EngineError, InputError, RowError
 from specgen.job.job import Engine
 from specgen.job.prompts import PromptBuilder
-from specgen.job.readers import BadRow, Row, RowReader, open_input
+from specgen.job.readers import BadRow, Row, RowReader, no_rows, open_input
 from specgen.recipe import Recipe
-from specgen.stats import SpecStats
+from specgen.stats import SpecStats, counted
 from specgen.tokenizer import Tokenizer
 
 MakeEngine = Callable[[Recipe], AbstractContextManager[Engine]]
@@ -126,19 +126,20 @@ class BenchResult:
 
 
 def read_bench_rows(recipe: Recipe, num_rows: int) -> list[Row]:
-    """Return the first `num_rows` rows of the recipe's input.
+    """Return the first `num_rows` rows of the recipe's input, or fewer if its limit says so.
 
     Raises: InputError if one of them is broken, or there is none.
     """
     path = str(recipe.input.path)
     rows: list[Row] = []
+    limit = min(num_rows, recipe.input.limit or num_rows)
     with open_input(path) as stream:
-        for row in RowReader(stream, where=path, id_column=recipe.input.id, limit=num_rows):
+        for row in RowReader(stream, where=path, id_column=recipe.input.id, limit=limit):
             if isinstance(row, BadRow):
                 raise InputError(str(row.error), where=f"{path}:{row.line}")
             rows.append(row)
     if not rows:
-        raise InputError("the input has no rows", where=path)
+        raise no_rows(path)
     return rows
 
 
@@ -164,7 +165,7 @@ def run_bench(
         order = [(plain, plain_recipe), (speculative, recipe)]
         for side, side_recipe in order if number % 2 == 0 else reversed(order):
             if on_round is not None:
-                on_round(f"round {number + 1} of {num_rounds}, {side.num_tokens} drafts a step")
+                on_round(f"round {number + 1} of {num_rounds}, {counted(side.num_tokens, 'draft')} a step")
             with make_engine(side_recipe) as engine:
                 requests = _requests(side_recipe, rows, tokenizer, engine)
                 prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)

@@ -7,13 +7,13 @@ token; a longer one is an error, never cut. An empty prompt is an error too; a p
 """
 
 import functools
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from specgen import checks, seeds
 from specgen.errors import RowError, SpecgenError
+from specgen.job.digest_map import DigestMap
 from specgen.job.readers import Row
 from specgen.recipe import Recipe
 from specgen.sampling_params import PARAM_NAMES, SamplingParams, merged
@@ -34,18 +34,22 @@ class Prompt:
 
 
 class PromptBuilder:
-    """Makes rows ready, in input order (the order decides which copy of a repeated prompt is which)."""
+    """Makes rows ready, in input order (the order decides which copy of a repeated prompt is which).
+
+    Remembers every different prompt of a row without an id, in at most 48 bytes each (`DigestMap`).
+    """
 
     def __init__(self, recipe: Recipe, tokenizer: Tokenizer, *, max_model_len: int, vocab_size: int) -> None:
         assert recipe.sampling.seed is not None
         self._defaults = recipe.sampling
         self._run_seed = recipe.sampling.seed
         self._prompt_column = recipe.input.prompt
-        self._own_columns = {recipe.input.prompt, recipe.input.id, OVERRIDES}
+        self._own_columns = {recipe.input.prompt, recipe.input.id, OVERRIDES, *recipe.input.keep}
+        self._has_overrides = OVERRIDES not in recipe.input.keep
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
-        self._occurrences: Counter[bytes] = Counter()
+        self._occurrences = DigestMap()
 
     def build(self, row: Row) -> Prompt:
         """Return the row's prompt.
@@ -102,15 +106,18 @@ class PromptBuilder:
             slip = None if column in self._own_columns else _slip_for(column)
             if slip == OVERRIDES:
                 raise RowError(
-                    f"column {column!r} looks like {OVERRIDES!r}: sampling parameters go there", code="bad_sampling"
+                    f"column {column!r} looks like {OVERRIDES!r}: sampling parameters go there",
+                    hint="if it is your own, name it under input.keep",
+                    code="bad_sampling",
                 )
             if slip is not None:
                 raise RowError(
                     f"column {column!r} looks like the sampling parameter {slip!r},"
                     f' which goes under "{OVERRIDES}": {{"{slip}": …}}',
+                    hint="if it is your own, name it under input.keep",
                     code="bad_sampling",
                 )
-        overrides = data.get(OVERRIDES)
+        overrides = data.get(OVERRIDES) if self._has_overrides else None
         if overrides is None:
             return {}
         if not isinstance(overrides, dict):
@@ -128,10 +135,7 @@ class PromptBuilder:
     def _row_key(self, row: Row, digest: str) -> str:
         if row.id is not None:
             return seeds.row_key_of_id(row.id)
-        short = bytes.fromhex(digest)[:8]
-        occurrence = self._occurrences[short]
-        self._occurrences[short] = occurrence + 1
-        return seeds.row_key_of_content(digest, occurrence)
+        return seeds.row_key_of_content(digest, self._occurrences.count(bytes.fromhex(digest)[:8]))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -9,18 +9,21 @@ a line that is no object are each that line's error.
 """
 
 import hashlib
+import itertools
 import json
 import math
+import os
 import queue
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from specgen import checks
 from specgen.errors import InputError, RowError
+from specgen.job.digest_map import DigestMap
 
 # Rows that are read ahead of the engine: enough to hide a slow pipe, few enough to keep memory flat.
 _READ_AHEAD = 128
@@ -59,12 +62,18 @@ class BadRow:
 def open_input(path: str) -> Iterator[BinaryIO]:
     """Yield the bytes of a JSONL file, or of stdin for `-`.
 
-    Raises: InputError if there is no such file, or it is plainly of another kind (gzip, Parquet, UTF-16, …).
+    Raises: InputError if there is no such file, or stdin is closed.
     """
     if path == "-":
+        if sys.stdin is None:
+            raise InputError("the rows are to come from stdin, which is closed")
         # A reader of our own on descriptor 0: a thread that waits in it does not hold sys.stdin's lock at exit. It is
         # never closed, since closing waits for that thread.
-        yield open(0, "rb", closefd=False)  # noqa: SIM115
+        try:
+            stdin = open(0, "rb", closefd=False)  # noqa: SIM115
+        except OSError as error:
+            raise InputError(f"stdin cannot be read: {error.strerror}") from None
+        yield stdin
         return
     try:
         stream = open(path, "rb")  # noqa: SIM115 - closed below
@@ -73,25 +82,38 @@ def open_input(path: str) -> Iterator[BinaryIO]:
     except OSError as error:
         raise InputError(f"the input cannot be read: {error.strerror}", where=path) from None
     with stream:
-        start = stream.peek(4)
-        for magic, kind in _FOREIGN_STARTS.items():
-            if start.startswith(magic):
-                raise InputError(f"this is a {kind} file", where=path, hint="this version reads JSONL in UTF-8")
         yield stream
 
 
-def count_lines(path: str) -> int | None:
-    """Return how many non-blank lines a file has (a bound for the progress bar), None for stdin or what is no file."""
-    if path == "-" or not Path(path).is_file():
+def name_of(path: str) -> str:
+    """Return what an input is called in messages."""
+    return "stdin" if path == "-" else path
+
+
+def no_rows(where: str) -> InputError:
+    """Return the error of an input without a row."""
+    return InputError("the input has no rows", where=where)
+
+
+def count_lines(path: str, limit: int | None = None) -> int | None:
+    """Return how many non-blank lines a file has, `limit` at most: a bound for the progress bar.
+
+    It reads the file once more for that, as far as `limit`. None for stdin, pipes and whatever else has no end yet.
+    """
+    if path == "-" or not os.path.isfile(path):
         return None
-    with open(path, "rb") as stream:
-        return sum(1 for line in stream if line.strip())
+    try:
+        with open(path, "rb") as stream:
+            return sum(1 for _ in itertools.islice(filter(bytes.strip, stream), limit))
+    except OSError:  # whoever reads the rows says so
+        return None
 
 
 class RowReader:
     """Iterates over the rows of a binary stream, at most `limit` of them.
 
-    blank_lines: lines skipped so far. where: the name of the input in messages.
+    blank_lines: lines skipped so far. where: the name of the input in messages. Remembers every id, in at most 48 bytes
+    each (`DigestMap`).
     """
 
     def __init__(self, stream: BinaryIO, *, where: str, id_column: str = "id", limit: int | None = None) -> None:
@@ -100,17 +122,18 @@ class RowReader:
         self._stream = stream
         self._id_column = id_column
         self._limit = limit
-        # Line where each id was first seen, by 8 bytes of its hash: ids may be long and rows may be millions.
-        self._lines_of_ids: dict[bytes, int] = {}
+        self._lines_of_ids = DigestMap()  # the line where each id was first seen, by 8 bytes of its hash
 
     def __iter__(self) -> Iterator[Row | BadRow]:
         """Yield the rows in file order.
 
-        Raises: InputError if the stream itself breaks.
+        Raises: InputError if the stream itself breaks, or is plainly of another kind (gzip, Parquet, UTF-16, …).
         """
         index = 0
         try:
             for number, raw in enumerate(self._stream, start=1):
+                if number == 1:
+                    self._refuse_foreign(raw)
                 line = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
                 if not line.strip():
                     self.blank_lines += 1
@@ -121,6 +144,11 @@ class RowReader:
                     return
         except OSError as error:
             raise InputError(f"reading the input failed: {error.strerror}", where=self.where) from error
+
+    def _refuse_foreign(self, start: bytes) -> None:
+        for magic, kind in _FOREIGN_STARTS.items():
+            if start.startswith(magic):
+                raise InputError(f"this is a {kind} file", where=self.where, hint="this version reads JSONL in UTF-8")
 
     def _row(self, index: int, number: int, line: bytes) -> Row | BadRow:
         try:
@@ -175,7 +203,7 @@ class ReadAhead:
         while self._first is None and not self.exhausted:
             self._first = self.get(timeout=0.2)
         if self._first is None:
-            raise InputError("the input has no rows", where=self.reader.where)
+            raise no_rows(self.reader.where)
 
     def get(self, timeout: float) -> Row | BadRow | None:
         """Return the next row, None if none came within `timeout` seconds or there are no more.
@@ -224,7 +252,7 @@ class ReadAhead:
 
 def _parse_object(line: bytes) -> dict[str, Any]:
     try:
-        text = line.decode("utf-8")
+        text = line.rstrip(b"\r\n").decode("utf-8")  # JSON's columns would start anew behind a line end
     except UnicodeDecodeError as error:
         raise RowError(f"the line is not UTF-8: {error.reason} at byte {error.start}", code="bad_utf8") from None
     try:

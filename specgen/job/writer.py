@@ -5,6 +5,8 @@ Knows files and that nothing that is there already may be lost. Does not know wh
 
 import os
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -12,42 +14,132 @@ from typing import BinaryIO
 from specgen.errors import InputError
 
 
-def check_output(path: str, *, input_path: str | None, overwrite: bool) -> None:
-    """Return if an output file can be made at `path`; touches nothing, so it can be asked before a model is loaded.
+def recipe_beside(output: str) -> str | None:
+    """Return the path of the recipe that is written beside an output, None beside stdout, a device or a pipe."""
+    return None if output == "-" or _is_special(output) else f"{output}.recipe.yaml"
 
-    Raises: InputError if it is the input itself, is there already (unless `overwrite`), or has no folder to be in.
+
+def check_output(path: str, *, input_path: str | None, overwrite: bool, recipe_path: Path | None = None) -> None:
+    """Return if an output file, and the recipe beside it, can be made; leaves no trace, so it can be asked early.
+
+    Raises: InputError if one of them is the input or the recipe that is run (`recipe_path`), is there already (unless
+    `overwrite`), or cannot be in its folder.
     """
-    if path == "-":
+    if path == "-" or _is_special(path):
+        _check_open_end(path, "output")
         return
-    target = Path(path)
-    if target.is_dir():
-        raise InputError("the output is a folder", where=path)
-    if not target.absolute().parent.is_dir():
-        raise InputError("the output's folder does not exist", where=path)
-    if input_path not in (None, "-") and _same_file(target, Path(str(input_path))):
-        raise InputError("the output is the input file", where=path)
-    if target.is_file() and not overwrite:
-        raise InputError(
-            "the output is there already", where=path, hint="--overwrite moves it aside; --output names another"
-        )
+    for target, what in ((path, "output"), (f"{path}.recipe.yaml", "recipe that is written beside the output")):
+        _check_place(target, what)
+        if input_path not in (None, "-") and _same_file(target, str(input_path)):
+            raise InputError(f"the {what} is the input file", where=target, hint="--output names another")
+        if recipe_path is not None and _same_file(target, str(recipe_path)):
+            raise InputError(f"the {what} is the recipe that is being run", where=target, hint="--output names another")
+        if os.path.lexists(target) and not overwrite:
+            raise InputError(
+                f"the {what} is there already", where=target, hint="--overwrite moves it aside; --output names another"
+            )
+        _check_folder(target, what)
 
 
-def _same_file(one: Path, other: Path) -> bool:
+def check_replaceable(path: str, what: str, others: Sequence[str]) -> None:
+    """Return if a file can be written at `path`, where an old one may be replaced; leaves no trace. `-` is stdout.
+
+    Raises: InputError if it is one of `others`, or cannot be written.
+    """
+    if path == "-" or _is_special(path):
+        _check_open_end(path, what)
+        return
+    _check_place(path, what)
+    if any(other != "-" and _same_file(path, other) for other in others):
+        raise InputError(f"the {what} would overwrite a file of this job", where=path)
+    if not os.path.isfile(path):
+        _check_folder(path, what)
+        return
     try:
-        return one.samefile(other)
+        with open(path, "ab"):
+            pass
+    except OSError as error:
+        raise InputError(f"the {what} cannot be written: {error.strerror}", where=path) from None
+
+
+def write_file(path: str, text: str, what: str) -> None:
+    """Write a whole text file, in place of an old one.
+
+    Raises: InputError.
+    """
+    try:
+        with open(path, "w", encoding="utf-8", errors="backslashreplace") as stream:
+            stream.write(text)
+    except OSError as error:
+        raise InputError(f"the {what} cannot be written: {error.strerror}", where=path) from None
+
+
+def _is_special(path: str) -> bool:
+    """Whether something is there that is neither a file nor a folder: a device or a pipe, written to as it is."""
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+
+
+def _check_open_end(path: str, what: str) -> None:
+    if path == "-" and sys.stdout is None:
+        raise InputError(f"the {what} is to go to stdout, which is closed")
+    if path != "-" and not os.access(path, os.W_OK):
+        raise InputError(f"the {what} cannot be written", where=path)
+
+
+def _check_place(path: str, what: str) -> None:
+    if os.path.isdir(path):
+        raise InputError(f"the {what} is a folder", where=path)
+    if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+        raise InputError(f"the {what}'s folder does not exist", where=path)
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:  # the name is too long, say
+        raise InputError(f"the {what} cannot be made: {error.strerror}", where=path) from None
+
+
+def _check_folder(path: str, what: str) -> None:
+    """Only making a file tells whether one can be made: permissions are not the whole story (root, read-only disks)."""
+    try:
+        with tempfile.TemporaryFile(dir=os.path.dirname(os.path.abspath(path))):
+            pass
+    except OSError as error:
+        raise InputError(
+            f"the {what} cannot be made: {error.strerror}", where=path, hint="can you write to that folder?"
+        ) from None
+
+
+def _same_file(one: str, other: str) -> bool:
+    try:
+        return os.path.samefile(one, other)
     except OSError:
-        return one.resolve() == other.resolve()
+        return os.path.realpath(one) == os.path.realpath(other)
 
 
-def move_aside(path: Path) -> Path | None:
-    """Rename a file that is in the way to `<name>.old`, `.old2`, …; returns the new path, None if nothing was there."""
-    if not path.is_file():
+def move_aside(path: str) -> str | None:
+    """Rename what is in the way to `<name>.old`, `.old2`, …; returns the new path, None if nothing was there."""
+    if not os.path.lexists(path):
         return None
     number = 1
-    while (aside := path.with_name(f"{path.name}.old{number if number > 1 else ''}")).exists():
+    while os.path.lexists(aside := f"{path}.old{number if number > 1 else ''}"):
         number += 1
-    path.rename(aside)
+    os.rename(path, aside)
     return aside
+
+
+def write_new(path: str, text: str, *, overwrite: bool) -> None:
+    """Write a whole text file that was not there; an old one is moved aside if `overwrite`.
+
+    Raises: InputError if one is there, or it cannot be made.
+    """
+    try:
+        if overwrite:
+            move_aside(path)
+        with open(path, "x", encoding="utf-8", errors="backslashreplace") as stream:
+            stream.write(text)
+    except OSError as error:
+        raise InputError(f"the file cannot be made: {error.strerror}", where=path) from None
 
 
 class LineWriter:
@@ -73,10 +165,9 @@ class LineWriter:
         if path == "-":
             return cls(sys.stdout.buffer, ordered=ordered)
         try:
-            if overwrite:
-                move_aside(Path(path))
-            # Devices and pipes (/dev/null, a fifo) are there already and are written to as they are.
-            special = Path(path).exists() and not Path(path).is_file()
+            special = _is_special(path)
+            if overwrite and not special:
+                move_aside(path)
             return cls(open(path, "wb" if special else "xb"), ordered=ordered)
         except OSError as error:
             raise InputError(f"the output cannot be made: {error.strerror}", where=path) from None

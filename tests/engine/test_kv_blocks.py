@@ -36,7 +36,7 @@ def cached_tokens(kv: KVBlockManager, token_ids: list[int]) -> int:
     """Tokens that a new request with these ids would find; the pool's order may change."""
     probe = request(-1, token_ids)
     found = kv.match_prefix(probe)
-    kv.free(probe)
+    kv.forget(probe)
     return found
 
 
@@ -236,7 +236,7 @@ def test_random_operations_conserve_blocks_and_keep_the_cache_true(seed: int) ->
                 r.num_computed_tokens = r.num_tokens - 1
                 kv.publish(r, r.num_tokens - 1)
         else:
-            kv.free(live.pop(rng.randrange(len(live))))
+            kv.forget(live.pop(rng.randrange(len(live))))
         kv.check()
         assert NULL_BLOCK not in {block for r in live for block in kv.block_ids(r)}
     for r in live:
@@ -287,3 +287,19 @@ def test_check_finds_a_planted_fault(fault: str) -> None:
     planted(kv, fault)
     with pytest.raises((AssertionError, KeyError)):
         kv.check()
+
+
+def test_a_request_that_comes_again_is_hashed_as_far_as_it_has_grown() -> None:
+    """Preempted, it keeps its tokens and gets more: what it left is found, and what it adds is published."""
+    kv = manager()
+    r = computed(kv, 1, list(range(10)))
+    kv.free(r)
+    r.token_ids += [50, 51, 52, 53]
+    assert kv.match_prefix(r) == 8
+    r.num_computed_tokens = 8
+    assert kv.allocate_slots(r, 6, 0) is not None
+    kv.publish(r, 13)
+    kv.check()
+    kv.forget(r)
+    assert not kv._hashes and not kv._num_published and not kv._tables
+    assert cached_tokens(kv, [*range(10), 50, 51, 52, 53]) == 12

@@ -468,7 +468,7 @@ def test_any_load_gives_every_row_its_own_tokens(seed: int, asynchronous: bool) 
     ]
     layers = rng.choice([1, 1, 2, 3])
     s = scheduler(
-        num_blocks=rng.choice([13, 16, 25, 200]),
+        num_blocks=rng.choice([8, 13, 16, 25, 200]),
         caching=rng.random() < 0.7,
         max_num_seqs=rng.choice([1, 3, 8]),
         max_num_batched_tokens=rng.choice([1, 5, 9, 64]),
@@ -482,6 +482,11 @@ def test_any_load_gives_every_row_its_own_tokens(seed: int, asynchronous: bool) 
         want, want_reason = plain(request)
         if reason == "abort":
             assert tokens == want[: len(tokens)]
+        elif reason == "error":
+            num_slots = s.kv.max_request_tokens()
+            assert tokens == want[: len(tokens)] and (
+                len(request.prompt_token_ids) > num_slots or len(request.prompt_token_ids + tokens) == num_slots + 1
+            )
         else:
             assert (tokens, reason) == (want, want_reason)
 

@@ -13,6 +13,7 @@ import yaml
 
 from specgen.cli.main import main
 from specgen.engine.client import EngineClient
+from specgen.model_path import resolve_model
 from specgen.recipe import load_recipe
 
 RECIPE = "model: {path: stories-7m}\ninput: {path: in.jsonl}\noutput: {path: out.jsonl}\nsampling: {seed: 7}\n"
@@ -105,13 +106,27 @@ def test_on_error_stop_gives_3_too(folder: Path) -> None:
         (["run", "job.yaml", "--output", "there.jsonl"], "there already"),
         (["run", "job.yaml", "empty.jsonl"], "the input has no rows"),
         (["run", "job.yaml", "--stats", "in.jsonl"], "would overwrite a file of this job"),
-        (["run", "job.yaml", "--stats", "no/stats.json"], "cannot be made there"),
+        (["run", "job.yaml", "--stats", "no/stats.json"], "folder does not exist"),
         (["run", "job.yaml", "--stats", "-", "--output", "-"], "cannot both go to stdout"),
+        (["run", "job.yaml", "--output", "/proc/a.jsonl"], "/proc/a.jsonl: the output cannot be made"),
+        (["run", "job.yaml", "--output", "x" * 300], "cannot be made: File name too long"),
+        (["run", "job.yaml", "--output", "x" * 250], "the recipe that is written beside the output cannot be made"),
+        (["run", "job.yaml", "--output", "dangling.jsonl"], "there already"),
+        (["run", "job.yaml", "--output", "job.yaml", "--overwrite"], "is the recipe that is being run"),
+        (["run", "kept.recipe.yaml", "--output", "kept", "--overwrite"], "is the recipe that is being run"),
+        (["run", "job.yaml", "--output", "kept"], "kept.recipe.yaml: the recipe that is written beside the output is"),
+        (["run", "job.yaml", "--stats", "/proc/a.json"], "/proc/a.json: the statistics file cannot be made"),
+        (["run", "job.yaml", "--stats", "out.jsonl"], "would overwrite a file of this job"),
+        (["run", "job.yaml", "--stats", "out.jsonl.recipe.yaml"], "would overwrite a file of this job"),
+        (["run", "job.yaml", "gzipped"], "gzipped: this is a gzip file"),
         (["check", "job.yaml", "--set", "engine.max_model_len=9999"], "the model's limit is 2048"),
         (["check", "job.yaml", "empty.jsonl"], "the input has no rows"),
         (["bench", "--num-spec-tokens", "0"], "must be at least 1"),
-        (["bench", "--num-spec-tokens", "99"], "speculation.num_tokens must be"),
+        (["bench", "-k", "99"], "command line: speculation.num_tokens must be"),
+        (["bench", "-k", "99", "--recipe", "job.yaml"], "command line: speculation.num_tokens must be"),
         (["bench", "--json", "no/where.json"], "does not exist"),
+        (["bench", "--json", "/proc/a.json"], "/proc/a.json: the JSON file cannot be made"),
+        (["bench", "--recipe", "job.yaml", "--json", "in.jsonl"], "would overwrite a file of this job"),
         (["run"], "Missing argument"),
         (["fly"], "No such command"),
     ],
@@ -121,11 +136,110 @@ def test_what_the_user_can_mend_gives_2_and_touches_nothing(
 ) -> None:
     (folder / "there.jsonl").write_text("precious")
     (folder / "empty.jsonl").write_text("\n")
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    (folder / "kept.recipe.yaml").write_text(RECIPE)
+    (folder / "gzipped").write_bytes(b"\x1f\x8b\x08 ...")
+    (folder / "dangling.jsonl").symlink_to(folder / "nowhere")
+    before = _contents(folder)
     assert main(args) == 2
     assert part in capsys.readouterr().err
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert _contents(folder) == before
     assert engines == []
+
+
+def _contents(folder: Path) -> dict[str, bytes | None]:
+    return {path.name: path.read_bytes() if path.exists() else None for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("stream", "args", "part"),
+    [
+        ("stdout", ["run", "job.yaml", "--output", "-"], "to stdout, which is closed"),
+        ("stdout", ["run", "job.yaml", "--stats", "-"], "to stdout, which is closed"),
+        ("stdout", ["bench", "--json", "-"], "to stdout, which is closed"),
+        ("stdout", ["check", "job.yaml"], "stdout is closed"),
+        ("stdin", ["run", "job.yaml", "-", "--output", "new.jsonl"], "from stdin, which is closed"),
+    ],
+)
+def test_a_closed_stream_is_named(
+    folder: Path,
+    engines: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    stream: str,
+    args: list[str],
+    part: str,
+) -> None:
+    monkeypatch.setattr(f"sys.{stream}", None)
+    assert main(args) == 2
+    assert part in capsys.readouterr().err
+    assert engines == []
+    assert not (folder / "new.jsonl").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_figures_that_cannot_be_written_are_still_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "job.yaml", "--stats", "/dev/full"]) == 2
+    told = capsys.readouterr().err
+    assert "10 ok, 0 failed" in told
+    assert "/dev/full: the statistics file cannot be written: No space left" in told
+    assert len((folder / "out.jsonl").read_text().splitlines()) == 10
+    assert main(["bench", "--rows", "1", "--rounds", "1", "--json", "/dev/full"]) == 2
+    captured = capsys.readouterr()
+    assert "speed-up" in captured.out
+    assert "/dev/full: the JSON file cannot be written" in captured.err
+
+
+def test_flags_lie_over_sets_with_and_without_a_recipe(
+    folder: Path, engines: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["-k", "2", "--max-tokens", "5", "--rows", "2", "--rounds", "1", "--json", "-"]
+    sets = ["--set", "speculation.num_tokens=4", "--set", "sampling.max_tokens=9", "--set", "sampling.top_k=6"]
+    for recipe in ([], ["--recipe", "job.yaml"]):
+        assert main(["bench", *recipe, *flags, *sets]) == 0
+        used = json.loads(capsys.readouterr().out)["recipe"]
+        assert (used["speculation.num_tokens"], used["sampling.max_tokens"], used["sampling.top_k"]) == (2, 5, 6)
+    assert main(["bench", "--recipe", "job.yaml", "--set", "input.limit=1", *flags]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == 1
+
+
+def test_paths_are_shown_as_they_are(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "[red]").mkdir()
+    assert main(["run", "job.yaml", "--output", "[red]/:smile:[x].jsonl", "--set", "input.limit=1"]) == 0
+    told = capsys.readouterr().err
+    assert "[red]/:smile:[x].jsonl" in told
+    assert "1 (1 ok, 0 failed)" in told
+
+
+def test_run_and_check_say_the_same_of_an_input_without_rows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "empty.jsonl").write_text("\n\n")
+    told = []
+    for command in ("run", "check"):
+        assert main([command, "job.yaml", "empty.jsonl"]) == 2
+        told.append(capsys.readouterr().err)
+    assert told[0] == told[1] == "error: empty.jsonl: the input has no rows\n"
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"hidden_size": "x"}, "hidden_size must be an integer from 1 up, not 'x'"),
+        ({"quantization_config": "fp8"}, "quantised weights ('fp8') are not supported"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2}}, "unknown type 'longrope'"),
+    ],
+)
+def test_a_wrong_config_is_the_models(
+    folder: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], part: str
+) -> None:
+    bundled = resolve_model("stories-7m")
+    (folder / "model").mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / "model" / name).write_bytes((bundled / name).read_bytes())
+    config = json.loads((bundled / "config.json").read_text()) | change
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    assert main(["check", "job.yaml", "--set", "model.path=model"]) == 2
+    told = capsys.readouterr().err
+    assert "model/config.json: " in told
+    assert part in told
 
 
 def test_overwrite_moves_the_old_output_aside(folder: Path) -> None:
@@ -172,13 +286,19 @@ def test_a_signal_ends_the_run_with_130_and_whole_lines(
     assert json.loads((folder / "stats.json").read_text())["interrupted"] is True
 
 
-def test_a_signal_while_loading_gives_130(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_while_loading_gives_130(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def create(*args: object) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(EngineClient, "create", create)
     assert main(["run", "job.yaml"]) == 130
     assert not (folder / "out.jsonl").exists()
+    assert capsys.readouterr().err.endswith("warning: interrupted before the first row: there are no answers\n")
+    assert main(["bench", "--json", "figures.json"]) == 130
+    assert not (folder / "figures.json").exists()
+    assert capsys.readouterr().err.endswith("interrupted\n")
 
 
 def test_check_prints_a_recipe_with_origins_and_looks_at_the_rows(

@@ -87,6 +87,19 @@ def test_own_column_names_may_be_a_parameters(tokenizer: Tokenizer) -> None:
     assert build(builder, {"seed": "x", "temperature": "row 1"}).token_ids == tokenizer.encode("x")
 
 
+def test_columns_that_are_kept_are_the_users(tokenizer: Tokenizer) -> None:
+    builder = make(tokenizer, "input.keep=[seed, sampling_params]")
+    data = {"prompt": "x", "seed": 5, "sampling_params": {}, "sampling": {"max_tokens": 3}}
+    built = build(builder, data)
+    assert built.params.max_tokens == 3
+    assert built.seed == build(make(tokenizer), {"prompt": "x"}).seed
+    with pytest.raises(RowError, match=r"'topk' looks like .*name it under input\.keep"):
+        build(builder, data | {"topk": 1})
+    assert (
+        build(make(tokenizer, "input.keep=[sampling]"), {"prompt": "x", "sampling": "poisson"}).params.max_tokens == 9
+    )
+
+
 def test_overrides_do_not_leak_into_other_rows(builder: PromptBuilder) -> None:
     rows: list[dict[str, Any]] = [{"max_tokens": 2}, {}, {"temperature": 0}, {"max_tokens": None}, {}]
     built = [build(builder, {"prompt": "x", "id": i, "sampling": row}).params for i, row in enumerate(rows)]

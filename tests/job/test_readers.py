@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,13 @@ def test_a_bad_line_is_its_own_error(line: bytes, code: str) -> None:
     assert (good.index, good.line, good.id, good.data["prompt"]) == (1, 3, "g", "x")
 
 
+def test_the_column_of_broken_json_is_that_of_the_line() -> None:
+    for end in (b"", b"\n", b"\r\n"):
+        (row,) = read(b'{"prompt": "x"' + end)
+        assert isinstance(row, BadRow)
+        assert row.error.message.endswith("at column 15")
+
+
 def test_bom_crlf_blank_lines_and_a_missing_last_newline() -> None:
     data = b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n   \n\t\n{"prompt": "\xe2\x80\xa8"}'
     reader = RowReader(io.BytesIO(data), where="in")
@@ -96,7 +104,7 @@ def test_the_limit_counts_rows_and_reads_no_further() -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=80))
 def test_any_bytes_have_an_outcome_and_the_next_row_lives(data: bytes) -> None:
-    rows = read(data + b"\n" + GOOD)
+    rows = read(b"\n" + data + b"\n" + GOOD)  # the very first bytes may say that this is no JSONL at all
     assert isinstance(rows[-1], Row)
     assert [row.index for row in rows] == list(range(len(rows)))
 
@@ -119,8 +127,8 @@ def test_good_rows_come_back_as_they_were(data: dict[str, Any]) -> None:
 def test_files_of_another_kind_are_named(tmp_path: Path, start: bytes, kind: str) -> None:
     path = tmp_path / "in"
     path.write_bytes(start + b"rest")
-    with pytest.raises(InputError, match=f"this is a {kind} file"), open_input(str(path)):
-        pass
+    with open_input(str(path)) as stream, pytest.raises(InputError, match=f"in: this is a {kind} file"):
+        ReadAhead(RowReader(stream, where="in")).require_first()
 
 
 def test_missing_files_and_folders(tmp_path: Path) -> None:
@@ -134,7 +142,9 @@ def test_lines_are_counted_for_the_bar(tmp_path: Path) -> None:
     path = tmp_path / "in"
     path.write_bytes(b"a\n\n  \nb")
     assert count_lines(str(path)) == 2
+    assert count_lines(str(path), limit=1) == 1
     assert count_lines("-") is None
+    assert count_lines(os.devnull) is None
 
 
 @pytest.mark.parametrize("data", [b"", b"\n \n", b"\xef\xbb\xbf"])

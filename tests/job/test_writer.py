@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from specgen.errors import InputError
-from specgen.job.writer import LineWriter, check_output
+from specgen.job.writer import LineWriter, check_output, check_replaceable, recipe_beside, write_new
 
 
 def test_lines_come_in_index_order_or_as_given(tmp_path: Path) -> None:
@@ -64,6 +64,44 @@ def test_places_where_no_file_can_be(tmp_path: Path) -> None:
         check_output(str(tmp_path / "missing" / "out"), input_path=None, overwrite=False)
     with pytest.raises(InputError, match="is a folder"):
         check_output(str(tmp_path), input_path=None, overwrite=True)
+
+
+def test_the_recipe_beside_is_never_lost_either(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    beside = tmp_path / "out.recipe.yaml"
+    assert recipe_beside(str(path)) == str(beside)
+    assert recipe_beside(os.devnull) is recipe_beside("-") is None
+    beside.write_text("old")
+    with pytest.raises(InputError, match="beside the output is there already"):
+        check_output(str(path), input_path=None, overwrite=False)
+    with pytest.raises(InputError, match="cannot be made: File exists"):
+        write_new(str(beside), "new", overwrite=False)
+    check_output(str(path), input_path=None, overwrite=True, recipe_path=tmp_path / "other.yaml")
+    with pytest.raises(InputError, match="beside the output is the recipe that is being run"):
+        check_output(str(path), input_path=None, overwrite=True, recipe_path=beside)
+    with pytest.raises(InputError, match="beside the output is the input file"):
+        check_output(str(path), input_path=str(beside), overwrite=True)
+    write_new(str(beside), "new", overwrite=True)
+    assert (beside.read_text(), Path(f"{beside}.old").read_text()) == ("new", "old")
+
+
+def test_a_check_leaves_no_trace(tmp_path: Path) -> None:
+    old = tmp_path / "stats.json"
+    old.write_text("old")
+    check_output(str(tmp_path / "out"), input_path=None, overwrite=False)
+    check_replaceable(str(tmp_path / "new.json"), "statistics file", [])
+    check_replaceable(str(old), "statistics file", [])
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("stats.json", "old")]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(InputError, match="cannot be made: Permission denied"):
+            check_output(str(tmp_path / "out"), input_path=None, overwrite=False)
+    finally:
+        tmp_path.chmod(0o700)
 
 
 def test_devices_are_written_to_as_they_are() -> None:

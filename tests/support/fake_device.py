@@ -95,7 +95,8 @@ class FakeDevice:
             slot.computed -= row.num_draft_tokens + 1 - len(sampled)
         for p in range(max(start, slot.row.kv_start), slot.computed):
             self.draft_kv[self._at(slot, p)] = tuple(slot.tokens[: p + 2])
-        self._propose(slot, num_spec_tokens)
+        if row.samples:
+            self._propose(slot, num_spec_tokens)
         return sampled
 
     def _propose(self, slot: Slot, num: int) -> None:

@@ -1,0 +1,86 @@
+"""The same rows through transformers' batched `generate`, for comparison: greedy, every row its full length.
+
+Knows nothing of the engine. transformers is not one of specgen's own needs; it comes with the extra `test`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specgen.errors import RecipeError
+
+BATCH_SIZES = (16, 32, 64, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerResult:
+    """Output tokens a second by batch size, and the token ids of each row (in order, of the last batch size)."""
+
+    tokens_per_second: dict[int, float]
+    token_ids: list[list[int]] = field(repr=False)
+
+    @property
+    def best_batch_size(self) -> int:
+        """The batch size with the most tokens a second."""
+        return max(self.tokens_per_second, key=self.tokens_per_second.__getitem__)
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain JSON values."""
+        return {
+            "peer": "transformers",
+            "tokens_per_second": {str(size): round(rate, 2) for size, rate in self.tokens_per_second.items()},
+            "best_batch_size": self.best_batch_size,
+        }
+
+
+def require_transformers() -> None:
+    """Raises RecipeError if transformers is not installed."""
+    if importlib.util.find_spec("transformers") is None:
+        raise RecipeError(
+            "--peer transformers: the package transformers is not installed", hint="pip install '.[test]'"
+        )
+
+
+def run_transformers(
+    folder: Path,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    dtype: str,
+    device: str,
+    on_round: Callable[[str], None] | None = None,
+) -> PeerResult:
+    """Generates `num_tokens` greedy tokens a prompt at each batch size up to the number of prompts, left-padded.
+
+    Loading and one short warm-up are not timed. `dtype` is a torch dtype's name.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device).eval()
+    model.generation_config.eos_token_id = None  # every row runs to its full length
+    rates: dict[int, float] = {}
+    ids: list[list[int]] = []
+    for size in [s for s in BATCH_SIZES if s < 2 * len(prompts)]:
+        if on_round is not None:
+            on_round(f"transformers, {size} rows at once")
+        _generate(model, prompts[:2], 4)
+        started = time.perf_counter()
+        ids = [row for i in range(0, len(prompts), size) for row in _generate(model, prompts[i : i + size], num_tokens)]
+        rates[size] = sum(map(len, ids)) / (time.perf_counter() - started)
+    return PeerResult(rates, ids)
+
+
+def _generate(model: Any, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
+    import torch
+
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=model.device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+    with torch.inference_mode():
+        out = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=num_tokens, pad_token_id=0)
+    return out[:, width:].tolist()  # type: ignore[no-any-return]
