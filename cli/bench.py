@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from specgen.cli.render import Console, show_bench, to_stdout
 from specgen.cli.signals import Interrupts
 from specgen.errors import RecipeError
+from specgen.job.peer import PeerResult, require_transformers, run_transformers
 from specgen.job.writer import check_replaceable, write_file
 from specgen.model_path import ASSETS, resolve_model
 from specgen.recipe import Recipe, load_recipe, recipe_from_settings
@@ -36,6 +37,7 @@ def bench_recipe(
     num_rows: int,
     num_rounds: int,
     json_path: str | None,
+    with_peer: bool = False,
 ) -> None:
     """Measure, print the table (to stderr if the JSON goes to stdout) and write the JSON.
 
@@ -54,10 +56,12 @@ def bench_recipe(
         )
     if recipe.model.path is None or recipe.input.path in (None, "-"):
         raise RecipeError("bench needs model.path, and input.path as a file")
+    if with_peer:
+        _check_peer(recipe)
     if json_path is not None:
         check_replaceable(json_path, "JSON file", [str(recipe_path or "-"), str(recipe.input.path)])
     with Interrupts() as interrupts:
-        result = _measure(recipe, interrupts, num_rows, num_rounds)
+        result = _measure(recipe, interrupts, num_rows, num_rounds, with_peer)
     show_bench(result, to_stderr=json_path == "-")
     if json_path is not None:
         text = json.dumps({"model": recipe.model.path, "recipe": _plain(recipe), **result.as_dict()}, indent=2) + "\n"
@@ -67,10 +71,20 @@ def bench_recipe(
             write_file(json_path, text, "JSON file")
 
 
-def _measure(recipe: Recipe, interrupts: Interrupts, num_rows: int, num_rounds: int) -> "BenchResult":
+def _check_peer(recipe: Recipe) -> None:
+    sampling = recipe.sampling
+    if sampling.temperature != 0 or not sampling.ignore_eos or sampling.max_tokens is None:
+        raise RecipeError(
+            "--peer compares greedy rows of one length: temperature 0, ignore_eos and max_tokens are needed"
+        )
+    require_transformers()
+
+
+def _measure(recipe: Recipe, interrupts: Interrupts, num_rows: int, num_rounds: int, with_peer: bool) -> "BenchResult":
     interrupts.hold()  # an import that is broken off may take the process with it
     from specgen.engine.client import EngineClient
     from specgen.job.bench import read_bench_rows, run_bench
+    from specgen.worker.worker import resolve_device, resolve_dtype
 
     interrupts.release()
     folder = resolve_model(str(recipe.model.path))
@@ -80,8 +94,23 @@ def _measure(recipe: Recipe, interrupts: Interrupts, num_rows: int, num_rounds: 
     def make_engine(side: Recipe) -> EngineClient:
         return EngineClient.create(side, folder, eos)
 
+    def run_peer(prompts: list[list[int]]) -> PeerResult:
+        device = resolve_device(recipe.model.device)
+        dtype = resolve_dtype(recipe.model.dtype, device)
+        assert recipe.sampling.max_tokens is not None
+        return run_transformers(folder, prompts, recipe.sampling.max_tokens, dtype, device, console.note)
+
+    console = Console()
     rows = read_bench_rows(recipe, num_rows)
-    return run_bench(recipe, rows, tokenizer, make_engine, num_rounds=num_rounds, on_round=Console().note)
+    return run_bench(
+        recipe,
+        rows,
+        tokenizer,
+        make_engine,
+        num_rounds=num_rounds,
+        on_round=console.note,
+        run_peer=run_peer if with_peer else None,
+    )
 
 
 def _plain(recipe: Recipe) -> dict[str, object]:

@@ -1,11 +1,12 @@
 """The `specgen` command: its sub-commands, and the one place where errors become a message and an exit code.
 
-Exit codes: 0 done, 1 our bug, 2 recipe or input wrong, 3 finished with failed rows, 130 interrupted (by a signal, or
-because nobody reads stdout any more).
+Exit codes: 0 done, 1 our bug, 2 recipe or input wrong, 3 finished with failed rows (verify: with near-ties only),
+4 verify found a real difference, 130 interrupted (by a signal, or because nobody reads stdout any more).
 Imports nothing heavy: each command imports what it needs when it runs.
 """
 
 import contextlib
+import enum
 import logging
 import os
 import sys
@@ -37,6 +38,20 @@ Sets = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one key of the recipe; may be repeated."),
 ]
+
+_VERIFY_RULE = (
+    "A difference is a near-tie if both sides' logits there differ by no more than rounding does, 20 tolerances, and"
+    " the gap between the two tokens' scores is at most 4 times what they differ by, or at most the tolerance (0.0001"
+    " in float32, 0.05 in bfloat16); or if, for such logits, a filter like top-p kept a token on one side only."
+    " Exit codes: 0 the same tokens in every row, 3 near-ties only, 4 a real difference."
+)
+
+
+class Against(enum.Enum):
+    """What `specgen verify` compares with."""
+
+    PLAIN = "plain"
+    TRANSFORMERS = "transformers"
 
 
 class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
@@ -136,6 +151,9 @@ def bench(
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each side; medians are shown.")] = 3,
     temperature: Annotated[float | None, typer.Option(help="Temperature. [default: the recipe's, or 0]")] = None,
+    with_peer: Annotated[
+        bool, typer.Option("--peer", help="Run the rows through transformers' generate too (greedy rows only).")
+    ] = False,
     sets: Sets = None,
     json_path: Annotated[
         str | None,
@@ -156,7 +174,42 @@ def bench(
     }
     overrides = {key: value for key, value in flags.items() if value is not None}
     with _exit_codes():
-        bench_recipe(recipe, overrides, sets=sets or (), num_rows=rows, num_rounds=rounds, json_path=json_path)
+        bench_recipe(
+            recipe,
+            overrides,
+            sets=sets or (),
+            num_rows=rows,
+            num_rounds=rounds,
+            json_path=json_path,
+            with_peer=with_peer,
+        )
+
+
+@app.command(epilog=_VERIFY_RULE)
+def verify(
+    recipe: RecipeFile,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of the input to use.")] = 32,
+    against: Annotated[
+        Against,
+        typer.Option(
+            help="plain: no drafts, no prefix cache, one row at a time. transformers: its greedy tokens (greedy rows"
+            " only)."
+        ),
+    ] = Against.PLAIN,
+    sets: Sets = None,
+    json_path: Annotated[
+        str | None,
+        typer.Option(
+            "--json", metavar="FILE", help="Write the result there, as JSON (an old file is replaced); - is stdout."
+        ),
+    ] = None,
+) -> None:
+    """Compare the tokens of a recipe's run with a plainer way to compute them; show each row's first difference."""
+    from specgen.cli.verify import verify_recipe
+
+    with _exit_codes():
+        code = verify_recipe(recipe, against=against.value, sets=sets or (), num_rows=rows, json_path=json_path)
+    raise typer.Exit(code)
 
 
 def main(args: Sequence[str] | None = None) -> int:

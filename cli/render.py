@@ -192,6 +192,13 @@ def show_bench(result: "BenchResult", *, to_stderr: bool) -> None:
     different = result.num_different_rows
     same = "the same" if not different else f"DIFFER in {different} of {counted(result.rows, 'row')}"
     contents: list[RenderableType] = [table, bars, f"speed-up: {result.speedup:.2f}×", f"token ids: {same}"]
+    if result.peer is not None:
+        best = result.peer.tokens_per_second[result.peer.best_batch_size]
+        ratios = " and ".join(f"{side.tokens_per_second / best:.2f}×" for side in sides)
+        contents.append(
+            f"transformers generate: {best:,.0f} tokens/s at its best batch size, {result.peer.best_batch_size}; "
+            f"plain and speculative are {ratios} that; {result.num_rows_like_peer} of {result.rows} rows have its ids"
+        )
     console = _PlainConsole(stderr=to_stderr)
     with console.capture() as captured:
         for content in contents:

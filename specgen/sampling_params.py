@@ -23,15 +23,72 @@ def _param(default: Any, check: checks.Check) -> Any:
 
 
 _PENALTY = checks.number(-2.0, 2.0, wanted="a number from -2 to 2")
+# Every request slot has room for so many on the device.
+MAX_LOGIT_BIASES = 1024
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_IDS = 4096  # of all bad words together
+
+
+def _is_token_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+
+
+def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
+    """Pairs of id and bias in the order of ids; an id may be a text, as JSON's keys are."""
+    bias = checks.number(-100.0, 100.0, wanted="a number from -100 to 100")
+    wanted = f"an object of at most {MAX_LOGIT_BIASES} token ids and biases from -100 to 100"
+    if isinstance(value, Mapping):
+        pairs = list(value.items())
+    elif isinstance(value, (list, tuple)) and all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in value):
+        pairs = [tuple(pair) for pair in value]
+    else:
+        raise ValueError(f"must be {wanted}, not {checks.shown(value)}")
+    if len(pairs) > MAX_LOGIT_BIASES:
+        raise ValueError(f"must be {wanted}, not one of {len(pairs)}")
+    result: dict[int, float] = {}
+    for key, amount in pairs:
+        token_id = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10 else key
+        if not _is_token_id(token_id):
+            raise ValueError(f"must be {wanted}; {checks.shown(key)} is no token id (integer from 0 to 2147483647)")
+        if token_id in result:
+            raise ValueError(f"must name each token id once; {token_id} is there twice")
+        try:
+            result[token_id] = bias(amount)
+        except ValueError as error:
+            raise ValueError(f"must be {wanted}; that of token {token_id} {error}") from None
+    return tuple(sorted(result.items()))
+
+
+def _allowed_token_ids(value: object) -> tuple[int, ...]:
+    token_ids: tuple[int, ...] = checks.token_ids()(value)
+    if not token_ids:
+        raise ValueError("must name at least one token id, not []: no token could be chosen")
+    return token_ids
+
+
+def _bad_words_ids(value: object) -> tuple[tuple[int, ...], ...]:
+    wanted = f"a list of at most {MAX_BAD_WORDS} lists of token ids, at most {MAX_BAD_WORD_IDS} ids in all, none empty"
+    if not isinstance(value, (list, tuple)) or not all(isinstance(word, (list, tuple)) for word in value):
+        raise ValueError(f"must be {wanted}, not {checks.shown(value)}")
+    words = tuple(tuple(word) for word in value)
+    for word in words:
+        if not word or not all(map(_is_token_id, word)):
+            raise ValueError(f"must be {wanted} (integers from 0 to 2147483647); {checks.shown(list(word))} is not")
+    if len(words) > MAX_BAD_WORDS or sum(map(len, words)) > MAX_BAD_WORD_IDS:
+        raise ValueError(f"must be {wanted}, not {len(words)} with {sum(map(len, words))} ids")
+    return words
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """The parameters of one row, each within its range.
 
-    temperature: 0 picks the likeliest token. top_k: 0 is off. top_p: 1 is off. repetition_penalty: over prompt and
-    output, 1 is off. frequency_penalty, presence_penalty: over the output, 0 is off. max_tokens: None is "to the
-    model's limit". ignore_eos: EOS ids do not end the row. stop_token_ids: further ids that do. seed: None is "none".
+    temperature: 0 picks the likeliest token. top_k: 0 is off. top_p: 1 is off. min_p: a share of the likeliest token's
+    probability, 0 is off. logit_bias: pairs of a token id and what is added to its logit. allowed_token_ids: no other
+    token is chosen, None is "all". bad_words_ids: sequences of tokens that never appear. repetition_penalty: over
+    prompt and output, 1 is off. frequency_penalty, presence_penalty: over the output, 0 is off. max_tokens: None is "to
+    the model's limit". ignore_eos: EOS ids do not end the row. stop_token_ids: further ids that do. seed: None is
+    "none".
 
     Raises: SamplingError naming the parameter, the value and what is allowed.
     """
@@ -42,6 +99,10 @@ class SamplingParams:
     )
     top_k: int = _param(0, checks.integer(0, 2**31 - 1, wanted="an integer from 0 (off) up"))
     top_p: float = _param(1.0, checks.number(1e-30, 1.0, wanted="a number above 0 and up to 1 (off)"))
+    min_p: float = _param(0.0, checks.number(0.0, 1.0, wanted="a number from 0 (off) to 1"))
+    logit_bias: tuple[tuple[int, float], ...] = _param((), _logit_bias)
+    allowed_token_ids: tuple[int, ...] | None = _param(None, checks.optional(_allowed_token_ids, "null, every token,"))
+    bad_words_ids: tuple[tuple[int, ...], ...] = _param((), _bad_words_ids)
     repetition_penalty: float = _param(
         1.0, checks.number(1e-6, 1e6, wanted="a number from 0.000001 to 1000000 (1 is off)")
     )
@@ -61,6 +122,13 @@ class SamplingParams:
         """Put each value into its proper type, or raise."""
         for name in PARAM_NAMES:
             object.__setattr__(self, name, checked_param(name, getattr(self, name)))
+        if self.allowed_token_ids is not None:
+            banned = {word[0] for word in self.bad_words_ids if len(word) == 1}
+            if banned.issuperset(self.allowed_token_ids):
+                raise SamplingError(
+                    "allowed_token_ids must name at least one token id that bad_words_ids leaves, not"
+                    f" {checks.shown(list(self.allowed_token_ids))}: no token could be chosen"
+                )
 
 
 _CHECKS: dict[str, checks.Check] = {f.name: f.metadata["check"] for f in fields(SamplingParams)}
@@ -90,4 +158,8 @@ def merged(defaults: SamplingParams, overrides: Mapping[str, object], where: str
     """
     if not overrides:
         return defaults
-    return replace(defaults, **{name: checked_param(name, value, where) for name, value in overrides.items()})
+    values = {name: checked_param(name, value, where) for name, value in overrides.items()}
+    try:
+        return replace(defaults, **values)
+    except SamplingError as error:  # two parameters that do not go together
+        raise SamplingError(error.message, where=where) from None

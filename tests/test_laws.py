@@ -12,9 +12,12 @@ import pytest
 from harness import Harness, Result, Row, oracle, reference, run_rows, scripted
 from tiny import write_checkpoint
 
-from specgen.sampling_params import SamplingParams
+from specgen.sampling_params import SamplingParams, merged
 
 VOCAB = 64
+ALLOWED = tuple(t for t in range(VOCAB) if t % 4 == 3 or t > 40)  # with EOS and the stop id
+# one token, none that can match, and three successors of each token
+BAD_WORDS = ((9,), (9, 9, 9), *((t, (t * 5 + i) % VOCAB) for t in range(VOCAB) for i in (0, 1, 2)))
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +27,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_rows(seed: int, num: int) -> list[Row]:
     """Prompts of ragged lengths, some with shared prefixes, under every sampling parameter, greedy and random."""
-    rng = random.Random(seed)
+    rng, more = random.Random(seed), random.Random(-seed - 1)
     shared = [rng.randrange(VOCAB) for _ in range(19)]
     rows = []
     for i in range(num):
@@ -33,6 +36,10 @@ def make_rows(seed: int, num: int) -> list[Row]:
             temperature=rng.choice([0.0, 0.8]),
             top_k=rng.choice([0, 0, 5]),
             top_p=rng.choice([1.0, 0.9]),
+            min_p=more.choice([0.0, 0.0, 0.15]),
+            logit_bias=more.choice([(), (), ((3, 1.5), (7, 2.0), (11, 3.0), (20, -100.0))]),
+            allowed_token_ids=more.choice([None, None, ALLOWED]),
+            bad_words_ids=more.choice([(), BAD_WORDS]),
             repetition_penalty=rng.choice([1.0, 1.0, 1.3]),
             frequency_penalty=rng.choice([0.0, 0.0, 0.4]),
             presence_penalty=rng.choice([0.0, 0.0, -0.3]),
@@ -104,6 +111,39 @@ def test_any_chunks_company_pool_and_cache(tiny: Path, rows: list[Row], ref: lis
     k, budget, seqs, num_blocks, prefix, asynchronous = CASES[case + (case // 4) % 4]
     options = {"prefix_caching": prefix, "async_scheduling": asynchronous, "num_blocks": num_blocks}
     assert_same(run_rows(tiny, rows, k=k, budget=budget, max_num_seqs=seqs, eos=[3], **options), ref)
+
+
+# overrides that keep the sequence (before, gone), or its last token, out of a text
+RULES = {
+    "logit_bias": (1, lambda before, gone: {"logit_bias": {str(gone): -100}}),
+    "allowed_token_ids": (1, lambda before, gone: {"allowed_token_ids": [t for t in range(VOCAB) if t != gone]}),
+    "bad_word": (1, lambda before, gone: {"bad_words_ids": [[gone]]}),
+    "bad_words": (2, lambda before, gone: {"bad_words_ids": [[60, 61, gone], [before, gone]]}),
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("rule", RULES)
+def test_what_is_ruled_out_stays_out_though_it_is_drafted(tiny: Path, rule: str, temperature: float) -> None:
+    """The drafts are the text that the row has without the rule, so that the rule is met at each place in a run."""
+    length, overrides = RULES[rule]
+    params = SamplingParams(temperature=temperature, max_tokens=24)
+    plain = [Row(row.prompt, params, row.seed) for row in make_rows(9, 6)]
+    free = reference(tiny, plain)
+    for at in (0, 1, 4):
+        ruled, sequences = [], []
+        for row, result in zip(plain, free, strict=True):
+            *before, gone = (row.prompt[-1:] + result.token_ids)[at : at + 2]
+            ruled.append(Row(row.prompt, merged(params, overrides(before[0], gone)), row.seed))
+            sequences.append([*before, gone][-length:])
+        want = reference(tiny, ruled)
+        for row, sequence, result, unruled in zip(ruled, sequences, want, free, strict=True):
+            text = (row.prompt[-1:] + result.token_ids)[2 - length :]
+            assert sequence not in [text[i : i + length] for i in range(len(text))]
+            assert result.token_ids != unruled.token_ids
+            assert result.token_ids[:at] == unruled.token_ids[:at] or sequence[-1] in unruled.token_ids[:at]
+        for drafter in (oracle(plain, free), oracle(ruled, want), None):
+            assert_same(run_rows(tiny, ruled, k=5, async_scheduling=at == 1, drafter=drafter), want)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])

@@ -26,6 +26,38 @@ from specgen.sampling_params import PARAM_NAMES, SamplingError, SamplingParams, 
         ("top_k", 2**31),
         ("top_p", 0),
         ("top_p", 1.01),
+        ("min_p", -0.1),
+        ("min_p", 1.01),
+        ("min_p", "0.1"),
+        ("logit_bias", 5),
+        ("logit_bias", [5]),
+        ("logit_bias", [[5, 1.0, 2]]),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {1.5: 1.0}),
+        ("logit_bias", {True: 1.0}),
+        ("logit_bias", {"a": 1.0}),
+        ("logit_bias", {"-1": 1.0}),
+        ("logit_bias", {"²": 1.0}),
+        ("logit_bias", {2**31: 1.0}),
+        ("logit_bias", {"9" * 5000: 1.0}),
+        ("logit_bias", {5: 100.5}),
+        ("logit_bias", {5: -math.inf}),
+        ("logit_bias", {5: "1"}),
+        ("logit_bias", {5: 1.0, "5": 2.0}),
+        ("logit_bias", dict.fromkeys(range(1025), 1.0)),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", 5),
+        ("allowed_token_ids", [-1]),
+        ("allowed_token_ids", ["5"]),
+        ("bad_words_ids", 5),
+        ("bad_words_ids", [5]),
+        ("bad_words_ids", ["55"]),
+        ("bad_words_ids", [[]]),
+        ("bad_words_ids", [[1, -1]]),
+        ("bad_words_ids", [[1, 2**31]]),
+        ("bad_words_ids", [[1, True]]),
+        ("bad_words_ids", [[1]] * 1025),
+        ("bad_words_ids", [[1] * 4097]),
         ("repetition_penalty", 0),
         ("repetition_penalty", -1),
         ("frequency_penalty", 2.1),
@@ -44,9 +76,9 @@ from specgen.sampling_params import PARAM_NAMES, SamplingError, SamplingParams, 
     ],
 )
 def test_bad_values_are_refused_naming_parameter_and_value(name: str, value: Any) -> None:
-    with pytest.raises(SamplingError, match=f"^{name} must be"):
+    with pytest.raises(SamplingError, match=f"^{name} must "):
         SamplingParams(**{name: value})
-    with pytest.raises(SamplingError, match=rf"^line 3: {name} must be .*, not "):
+    with pytest.raises(SamplingError, match=rf"^line 3: {name} must "):
         checked_param(name, value, where="line 3")
 
 
@@ -56,6 +88,37 @@ def test_good_values_get_their_proper_type() -> None:
     assert isinstance(params.top_p, float)
     assert params.stop_token_ids == (3, 3)
     assert hash(params) == hash(SamplingParams(temperature=0.0, top_k=5, stop_token_ids=(3, 3)))
+
+
+def test_logit_bias_takes_the_keys_of_json_and_yaml() -> None:
+    params = SamplingParams(logit_bias={"7": 1, 3: -100})  # type: ignore[arg-type]
+    assert params.logit_bias == ((3, -100.0), (7, 1.0))
+    assert SamplingParams(logit_bias=params.logit_bias) == params
+    assert SamplingParams(logit_bias=[[3, -100], [7, 1]]) == params  # type: ignore[arg-type]
+    assert len({params, SamplingParams(logit_bias={})}) == 2  # type: ignore[arg-type]
+    message = (
+        "logit_bias must be an object of at most 1024 token ids and biases from -100 to 100; that of token 5 must be"
+    )
+    with pytest.raises(SamplingError, match=message):
+        SamplingParams(logit_bias={"5": -101})  # type: ignore[arg-type]
+
+
+def test_lists_become_tuples() -> None:
+    params = SamplingParams(allowed_token_ids=[5, 2], bad_words_ids=[[5], [2, 5]])  # type: ignore[arg-type]
+    assert params.allowed_token_ids == (5, 2)
+    assert params.bad_words_ids == ((5,), (2, 5))
+    assert hash(params) != hash(SamplingParams())
+    SamplingParams(bad_words_ids=((1, 2, 3, 4),) * 1024)
+    SamplingParams(logit_bias=tuple((i, 1.0) for i in range(1024)))
+
+
+def test_a_row_without_any_token_is_refused() -> None:
+    with pytest.raises(SamplingError, match=r"allowed_token_ids must name at least one .* not \[5, 2\]"):
+        SamplingParams(allowed_token_ids=(5, 2), bad_words_ids=((5,), (2,), (7,)))
+    SamplingParams(allowed_token_ids=(5, 2), bad_words_ids=((5,), (5, 2)))
+    with pytest.raises(SamplingError, match=r"^row 4: allowed_token_ids") as caught:
+        merged(SamplingParams(bad_words_ids=((5,),)), {"allowed_token_ids": [5]}, where="row 4")
+    assert caught.value.where == "row 4"
 
 
 def test_defaults_have_no_hidden_limit() -> None:

@@ -17,9 +17,9 @@ from specgen.engine.executor import UniProcExecutor
 from specgen.engine.kv_blocks import KVBlockManager
 from specgen.engine.request import EngineOutput, EngineRequest
 from specgen.engine.scheduler import Scheduler, SchedulerConfig
-from specgen.errors import EngineError, RecipeError
+from specgen.errors import EngineError
 from specgen.kernels.linear import cpu_linear_mode
-from specgen.models.config import read_config
+from specgen.models.config import read_config, resolve_max_model_len
 from specgen.recipe import Recipe
 from specgen.worker.worker import DrafterFactory, Worker, WorkerConfig, resolve_device, resolve_dtype
 
@@ -165,12 +165,8 @@ class EngineClient:
 def _worker_config(recipe: Recipe, folder: Path) -> WorkerConfig:
     model = read_config(folder)
     device = resolve_device(recipe.model.device)
-    max_model_len = recipe.engine.max_model_len or model.max_position_embeddings
-    if max_model_len > model.max_position_embeddings:
-        raise RecipeError(
-            f"engine.max_model_len is {max_model_len}; the model's limit is {model.max_position_embeddings} tokens",
-            where=recipe.origins.get("engine.max_model_len"),
-        )
+    origin = recipe.origins.get("engine.max_model_len")
+    max_model_len = resolve_max_model_len(recipe.engine.max_model_len, model, origin)
     return WorkerConfig(
         folder=folder,
         model=model,
@@ -184,6 +180,7 @@ def _worker_config(recipe: Recipe, folder: Path) -> WorkerConfig:
         memory_fraction=recipe.engine.memory_fraction,
         num_speculative_tokens=recipe.speculation.num_tokens,
         cuda_graphs=recipe.engine.cuda_graphs,
+        tune_cpu_threads=True,
     )
 
 

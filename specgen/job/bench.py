@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from specgen.engine.request import EngineOutput, EngineRequest
 from specgen.errors import EngineError, InputError, RowError
 from specgen.job.job import Engine
+from specgen.job.peer import PeerResult
 from specgen.job.prompts import PromptBuilder
 from specgen.job.readers import BadRow, Row, RowReader, no_rows, open_input
 from specgen.recipe import Recipe
@@ -98,6 +99,7 @@ class BenchResult:
     prompt_tokens: int
     plain: Side
     speculative: Side
+    peer: PeerResult | None = None
 
     @property
     def speedup(self) -> float:
@@ -111,6 +113,13 @@ class BenchResult:
         first = rounds[0].token_ids
         return sum(any(r.token_ids[row] != ids for r in rounds[1:]) for row, ids in first.items())
 
+    @property
+    def num_rows_like_peer(self) -> int:
+        """Rows whose token ids are the peer's."""
+        ours = list(self.speculative.rounds[-1].token_ids.values())
+        theirs = self.peer.token_ids if self.peer is not None else []
+        return sum(a == b for a, b in zip(ours, theirs, strict=False))
+
     def as_dict(self) -> dict[str, object]:
         """Return everything as plain JSON values: the content of `--json`."""
         return {
@@ -122,6 +131,7 @@ class BenchResult:
             "speedup": round(self.speedup, 4),
             "equal": self.num_different_rows == 0,
             "different_rows": self.num_different_rows,
+            "peer": self.peer.as_dict() if self.peer is not None else None,
         }
 
 
@@ -151,15 +161,18 @@ def run_bench(
     *,
     num_rounds: int = 3,
     on_round: Callable[[str], None] | None = None,
+    run_peer: Callable[[list[list[int]]], PeerResult] | None = None,
 ) -> BenchResult:
     """Return the figures of `recipe` with and without its speculation, `num_rounds` rounds each, alternated.
 
-    on_round: told what is about to run. Raises: InputError for a row that cannot be run, EngineError if a row failed.
+    on_round: told what is about to run. run_peer: runs the prompts (token ids) elsewhere, last.
+
+    Raises: InputError for a row that cannot be run, EngineError if a row failed.
     """
     assert rows and num_rounds > 0
     plain_recipe = replace(recipe, speculation=replace(recipe.speculation, num_tokens=0))
     plain, speculative = Side(0), Side(recipe.speculation.num_tokens)
-    prompt_tokens = 0
+    prompts: list[list[int]] = []
     for number in range(num_rounds):
         # Whoever comes second finds warmer caches and a hotter processor: take turns.
         order = [(plain, plain_recipe), (speculative, recipe)]
@@ -168,9 +181,10 @@ def run_bench(
                 on_round(f"round {number + 1} of {num_rounds}, {counted(side.num_tokens, 'draft')} a step")
             with make_engine(side_recipe) as engine:
                 requests = _requests(side_recipe, rows, tokenizer, engine)
-                prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
+                prompts = [request.prompt_token_ids for request in requests]
                 side.rounds.append(_timed(engine, requests))
-    return BenchResult(len(rows), prompt_tokens, plain, speculative)
+    peer = run_peer(prompts) if run_peer is not None else None
+    return BenchResult(len(rows), sum(map(len, prompts)), plain, speculative, peer)
 
 
 def _requests(recipe: Recipe, rows: Sequence[Row], tokenizer: Tokenizer, engine: Engine) -> list[EngineRequest]:

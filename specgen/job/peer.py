@@ -10,9 +10,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specgen.errors import RecipeError
+
+if TYPE_CHECKING:
+    import torch
 
 BATCH_SIZES = (16, 32, 64, 128)
 
@@ -50,18 +53,18 @@ def run_transformers(
     folder: Path,
     prompts: Sequence[Sequence[int]],
     num_tokens: int,
-    dtype: str,
-    device: str,
+    dtype: torch.dtype,
+    device: torch.device,
     on_round: Callable[[str], None] | None = None,
 ) -> PeerResult:
     """Generates `num_tokens` greedy tokens a prompt at each batch size up to the number of prompts, left-padded.
 
-    Loading and one short warm-up are not timed. `dtype` is a torch dtype's name.
+    Loading and one short warm-up are not timed.
     """
-    import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    model = model.to(device).eval()
     model.generation_config.eos_token_id = None  # every row runs to its full length
     rates: dict[int, float] = {}
     ids: list[list[int]] = []

@@ -18,11 +18,17 @@ from specgen.worker.states import RequestStates, to_device
 
 
 class ProcessorNeeds(NamedTuple):
-    """Whether any row of a step needs penalties, top-k or top-p, or noise; what no row needs is left out."""
+    """Whether any row of a step needs a group of processors; what no row needs is left out.
+
+    filters: top-k or top-p. rules: allowed ids, biases or bad words. Each combination that is met has CUDA graphs of
+    its own, so that few groups are better than many.
+    """
 
     penalties: bool
     filters: bool
     noise: bool
+    min_p: bool = False
+    rules: bool = False
 
 
 class InputBatch(NamedTuple):
@@ -91,6 +97,8 @@ def processor_needs(slots: np.ndarray, states: RequestStates) -> ProcessorNeeds:
         penalties=bool(states.has_penalty[slots].any()),
         filters=bool(states.has_filter[slots].any()),
         noise=bool(states.is_random[slots].any()),
+        min_p=bool(states.has_min_p[slots].any()),
+        rules=bool(states.has_rules[slots].any()),
     )
 
 

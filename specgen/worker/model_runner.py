@@ -6,6 +6,7 @@ sampled ids to the host, which is read when it is needed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +37,17 @@ class LaunchedStep(NamedTuple):
 
     sampled: torch.Tensor
     num_sampled: torch.Tensor
+
+
+class LogitsSeen(NamedTuple):
+    """A step's logits rows: as the target gave them, as the sampler left them (both `[N, V] float32`), and the tokens.
+
+    `sampled [N] int64`. What the sampler left is processed and divided by the temperature, without the noise.
+    """
+
+    logits: torch.Tensor
+    processed: torch.Tensor
+    sampled: torch.Tensor
 
 
 class SampledStep:
@@ -74,7 +86,10 @@ class ModelRunner:
         num_speculative_tokens: int,
         rewinds: bool,
     ) -> None:
-        """`kv_caches [layers, blocks, block_size, latent]` of the target; see `build_batch` for `rewinds`."""
+        """`kv_caches [layers, blocks, block_size, latent]` of the target; see `build_batch` for `rewinds`.
+
+        `on_logits`, if it is set, is given the logits of every step that does not run as a graph.
+        """
         self.target = target
         self.kv_caches = kv_caches
         self.states = states
@@ -85,6 +100,7 @@ class ModelRunner:
         self.rewinds = rewinds
         self.timer = StepTimer(kv_caches.device)
         self.graphs: DecodeGraphs | None = None
+        self.on_logits: Callable[[LogitsSeen], None] | None = None
         self._state: ForwardStep | LaunchedStep | None = None
         self._last_slots = np.zeros(0, dtype=np.int64)
 
@@ -154,7 +170,10 @@ class ModelRunner:
             needs=batch.needs,
         )
         logits = self.target.compute_logits(hidden[batch.logits_indices])
+        given = logits.clone() if self.on_logits is not None else logits  # the sampler works in place
         target_sampled = self.sampler.sample(logits, rows)
+        if self.on_logits is not None:
+            self.on_logits(LogitsSeen(given, logits, target_sampled))
         sampled, num_sampled = rejection_sample(target_sampled, ids, batch.cu_num_logits, self.num_speculative_tokens)
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             num_sampled, batch.context.seq_lens, batch.cu_num_logits, batch.idx_mapping, self.states.prefill_len

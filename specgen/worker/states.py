@@ -6,12 +6,15 @@ table when blocks are added. Row R (one past the last slot) belongs to nobody: p
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
 from specgen.engine.kv_blocks import NULL_BLOCK
 from specgen.engine.scheduler import NewRow, ScheduledRow
 from specgen.kernels.penalties import prompt_mask_of
+from specgen.sampling_params import MAX_BAD_WORD_IDS, MAX_BAD_WORDS, MAX_LOGIT_BIASES, SamplingParams
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -45,21 +48,28 @@ class RequestStates:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
         self.token_ids = zeros(num_slots, max_model_len)
-        self._counts = zeros(5, num_slots)
-        self.total_len, self.prefill_len, self.num_computed_tokens, self.kv_start, self.top_k = self._counts
-        self._factors = zeros(5, num_slots, dtype=torch.float32)
-        self.temperature, self.top_p, self.repetition_penalty, self.frequency_penalty, self.presence_penalty = (
-            self._factors
-        )
+        self._counts = zeros(8, num_slots)
+        self.total_len, self.prefill_len, self.num_computed_tokens, self.kv_start = self._counts[:4]
+        self.top_k, self.num_biases, self.num_allowed, self.num_bad_words = self._counts[4:]
+        self._factors = zeros(6, num_slots, dtype=torch.float32)
+        self.temperature, self.top_p, self.min_p_reach = self._factors[:3]
+        self.repetition_penalty, self.frequency_penalty, self.presence_penalty = self._factors[3:]
         self.seeds = zeros(num_slots, dtype=torch.int64)
         self.last_sampled = zeros(num_slots, dtype=torch.int64)
         self.draft_tokens = zeros(num_slots, num_speculative_tokens, dtype=torch.int64)
         self.output_counts = zeros(num_slots, vocab_size)
         self.prompt_mask = zeros(num_slots, -(-vocab_size // 32))
+        self.bias_ids = zeros(num_slots, MAX_LOGIT_BIASES)
+        self.bias_values = zeros(num_slots, MAX_LOGIT_BIASES, dtype=torch.float32)
+        self.allowed_mask = zeros(num_slots, -(-vocab_size // 32))
+        self.bad_word_ids = zeros(num_slots, MAX_BAD_WORD_IDS)
+        self.bad_word_ends = zeros(num_slots, MAX_BAD_WORDS)
         self.block_tables = torch.full((num_slots, max_blocks), NULL_BLOCK, dtype=torch.int32, device=device)
         # what the host must know of the slots to leave out work that no row needs
         self.has_penalty = np.zeros(num_slots, dtype=bool)
         self.has_filter = np.zeros(num_slots, dtype=bool)
+        self.has_rules = np.zeros(num_slots, dtype=bool)
+        self.has_min_p = np.zeros(num_slots, dtype=bool)
         self.is_random = np.zeros(num_slots, dtype=bool)
 
     def add(self, rows: list[NewRow]) -> None:
@@ -73,11 +83,21 @@ class RequestStates:
                 r.num_computed_tokens,
                 r.kv_start,
                 min(r.params.top_k, self.vocab_size),
+                len(r.params.logit_bias),
+                len(r.params.allowed_token_ids or ()),
+                len(r.params.bad_words_ids),
             )
             for r in rows
         ]
         factors = [
-            (p.temperature, p.top_p, p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
+            (
+                p.temperature,
+                p.top_p,
+                -math.log(p.min_p) if p.min_p > 0 else math.inf,
+                p.repetition_penalty,
+                p.frequency_penalty,
+                p.presence_penalty,
+            )
             for p in (r.params for r in rows)
         ]
         slots = to_device(np.array([r.slot for r in rows], dtype=np.int64), self.device)
@@ -95,12 +115,30 @@ class RequestStates:
         self.token_ids[slot, : len(ids)] = to_device(ids, self.device)
         self.has_penalty[slot] = p.repetition_penalty != 1 or p.frequency_penalty != 0 or p.presence_penalty != 0
         self.has_filter[slot] = p.temperature > 0 and (0 < p.top_k < self.vocab_size or p.top_p < 1)
+        self.has_min_p[slot] = p.temperature > 0 and p.min_p > 0
         self.is_random[slot] = p.temperature > 0
+        self.has_rules[slot] = bool(p.allowed_token_ids or p.logit_bias or p.bad_words_ids)
+        if self.has_rules[slot]:
+            self._add_rules(slot, p)
         if self.has_penalty[slot]:
             prompt, output = ids[: row.num_prompt_tokens], ids[row.num_prompt_tokens :]
             self.prompt_mask[slot] = to_device(prompt_mask_of(prompt, self.vocab_size), self.device)
             output_counts = np.bincount(output, minlength=self.vocab_size).astype(np.int32)
             self.output_counts[slot] = to_device(output_counts, self.device)
+
+    def _add_rules(self, slot: int, p: SamplingParams) -> None:
+        """Enters the tables of the rules that the request has; behind their counts stays what the last owner had."""
+        if p.allowed_token_ids:
+            self.allowed_mask[slot] = to_device(prompt_mask_of(p.allowed_token_ids, self.vocab_size), self.device)
+        if p.logit_bias:
+            biased, values = zip(*p.logit_bias, strict=True)
+            self.bias_ids[slot, : len(biased)] = to_device(np.array(biased, dtype=np.int32), self.device)
+            self.bias_values[slot, : len(biased)] = to_device(np.array(values, dtype=np.float32), self.device)
+        if p.bad_words_ids:
+            flat = np.array([token for word in p.bad_words_ids for token in word], dtype=np.int32)
+            ends = np.cumsum([len(word) for word in p.bad_words_ids]).astype(np.int32)
+            self.bad_word_ids[slot, : len(flat)] = to_device(flat, self.device)
+            self.bad_word_ends[slot, : len(ends)] = to_device(ends, self.device)
 
     def add_blocks(self, rows: list[ScheduledRow]) -> None:
         """Enters the blocks that the rows gained into their block tables."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from specgen.errors import ModelError, RecipeError
 from specgen.models.config import DeepseekV3Config
 from specgen.models.loading import load_model
 from specgen.sampling_params import SamplingParams
+from specgen.worker.cpu_threads import CpuThreads
+from specgen.worker.input_batch import build_batch
 from specgen.worker.memory import MemoryBudget, plan_memory
 from specgen.worker.model_runner import ModelRunner, SampledStep
 from specgen.worker.sampler import Sampler
@@ -40,6 +43,7 @@ class WorkerConfig:
     memory_fraction: float
     num_speculative_tokens: int
     cuda_graphs: bool = True
+    tune_cpu_threads: bool = False
 
 
 DrafterFactory = Callable[[RequestStates, int], Drafter]
@@ -119,6 +123,7 @@ class Worker:
         self.runner = self._new_runner(self.kv_caches)
         if self._uses_graphs:
             self.runner.use_graphs(c.max_num_seqs)
+        self._threads = self._tuned_threads()
 
     @property
     def block_bytes(self) -> int:
@@ -198,13 +203,46 @@ class Worker:
         runner.execute_model(step)
         runner.sample_tokens().get()
 
+    def _tuned_threads(self) -> CpuThreads | None:
+        """Threads that follow the machine's load, if that is wanted, possible, and changes no bit of the model."""
+        most = torch.get_num_threads()
+        if not self.config.tune_cpu_threads or self.config.device.type != "cpu" or most == 1:
+            return None
+        hidden = []
+        for count in (most, 1, most):
+            torch.set_num_threads(count)
+            hidden.append(self._hidden_of_a_small_step())
+        if torch.equal(hidden[0], hidden[1]) and torch.equal(hidden[0], hidden[2]):
+            return CpuThreads(most)
+        logger.info("results differ between 1 and %d threads on this processor: the count stays", most)
+        return None
+
+    @torch.inference_mode()
+    def _hidden_of_a_small_step(self) -> torch.Tensor:
+        """The target's hidden states of 20 tokens of one row, over a throw-away pool."""
+        c = self.config
+        length = min(20, c.max_model_len - 1)
+        blocks = list(range(1, 2 + length // c.block_size))
+        ids = [i % c.model.vocab_size for i in range(length)]
+        runner = self._new_runner(self._new_kv_caches(len(blocks) + 1))
+        self.states.add([NewRow(0, ids, length, SamplingParams(), 0, 0, 0)])
+        row = ScheduledRow(0, 0, length, 0, True, blocks, 0, 0, length)
+        self.states.add_blocks([row])
+        batch = build_batch([row], self.states, length, c.block_size, rewinds=False)
+        return runner.target(batch.input_ids, batch.context, runner.kv_caches)
+
     def execute_model(self, step: SchedulerOutput) -> None:
         """See `ModelRunner.execute_model`."""
+        self._started = time.perf_counter()
+        self._is_decode = all(row.samples and row.num_tokens == 1 + row.num_draft_tokens for row in step.rows)
         self.runner.execute_model(step)
 
     def sample_tokens(self) -> SampledStep:
         """See `ModelRunner.sample_tokens`."""
-        return self.runner.sample_tokens()
+        result = self.runner.sample_tokens()
+        if self._threads is not None and self._is_decode:
+            self._threads.observe(time.perf_counter() - self._started)
+        return result
 
     def take_draft_token_ids(self) -> list[list[int]]:
         """See `ModelRunner.take_draft_token_ids`."""

@@ -193,6 +193,22 @@ def test_drafts_end_at_the_models_limit() -> None:
         assert r.num_tokens == 16 and r.finish_reason == "length"
 
 
+def test_optimistic_counts_stay_below_the_models_limit() -> None:
+    """Two steps in flight whose drafts may all be right; in fact all are, or none."""
+    for accepted in (0, 3):
+        s = scheduler(max_model_len=16, async_scheduling=True)
+        (r,) = add(s, new(0, 5, max_tokens=None))
+        in_flight = [schedule(s)]
+        while r.request_id in s.requests:
+            if s.has_schedulable():
+                in_flight.append(schedule(s))
+            assert r.num_computed_tokens <= 15
+            out = in_flight.pop(0)
+            if out.rows:
+                feed(s, out, {0: [TOKEN] * (1 + min(accepted, out.rows[0].num_draft_tokens))})
+        assert r.num_tokens == 16 and r.finish_reason == "length"
+
+
 def test_no_drafts_are_asked_for_when_none_can_be_used() -> None:
     assert step(scheduler_with(new(0, 9), max_num_batched_tokens=8)).num_spec_tokens == 0, "an unfinished prompt"
     assert step(scheduler_with(new(0, 4, max_tokens=2))).num_spec_tokens == 0
@@ -274,6 +290,15 @@ def test_a_stale_output_keeps_its_tokens_and_touches_no_count() -> None:
     assert out.new_rows[0].token_ids == second.token_ids and out.new_rows[0].num_prompt_tokens == 3
     feed(s, out)
     assert_counts_agree(second)
+
+
+def test_a_preempted_row_waits_for_what_it_is_owed() -> None:
+    """Its blocks are there again at once, and its next token is still on the way."""
+    s, _, second, out2, _ = preempted_in_flight()
+    assert s.abort(0) is not None
+    assert schedule(s).rows == [] and s.has_schedulable()
+    feed(s, out2, {1: [32]})
+    assert shape(schedule(s)) == [(1, 5, 0, True)] and second.token_ids[3:] == [31, 32]
 
 
 def test_a_stale_output_can_end_its_row() -> None:
@@ -395,10 +420,10 @@ def test_a_row_that_outgrows_the_pool_ends_with_an_error_and_its_tokens(asynchro
 # under a random load
 
 
-def plain(request: EngineRequest) -> tuple[list[int], str]:
+def plain(request: EngineRequest, max_model_len: int = 64) -> tuple[list[int], str]:
     """What the row gives, one token at a time."""
     ids, num_prompt = list(request.prompt_token_ids), len(request.prompt_token_ids)
-    limit = min(request.params.max_tokens or 64, 64 - num_prompt)
+    limit = min(request.params.max_tokens or max_model_len, max_model_len - num_prompt)
     while True:
         ids.append(next_token(ids))
         if (ids[-1] == EOS and not request.params.ignore_eos) or ids[-1] in request.params.stop_token_ids:
@@ -450,7 +475,7 @@ def run_random(
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("seed", range(40))
 def test_any_load_gives_every_row_its_own_tokens(seed: int, asynchronous: bool) -> None:
-    """Budget, pool, slots, K, acceptance, cache and draft layers at random. Blocks, slots and counts after each step."""
+    """Budget, pool, slots, K, acceptance, cache and draft layers at random; the conservation laws after each step."""
     rng = random.Random(seed)
     shared = [rng.randrange(50) for _ in range(16)]
     requests = [
@@ -458,7 +483,7 @@ def test_any_load_gives_every_row_its_own_tokens(seed: int, asynchronous: bool) 
             i,
             shared[: rng.choice([0, 5, 8, 16])] + [rng.randrange(50) for _ in range(rng.randint(1, 12))],
             SamplingParams(
-                max_tokens=rng.choice([1, 2, 5, 20]),
+                max_tokens=rng.choice([1, 2, 5, 20, None]),
                 ignore_eos=rng.random() < 0.3,
                 stop_token_ids=rng.choice([(), (7,)]),
             ),
@@ -474,12 +499,13 @@ def test_any_load_gives_every_row_its_own_tokens(seed: int, asynchronous: bool) 
         max_num_batched_tokens=rng.choice([1, 5, 9, 64]),
         num_speculative_tokens=rng.choice([0, 1, 3, 5]),
         num_draft_layers=layers,
+        max_model_len=rng.choice([32, 64]),
         async_scheduling=asynchronous,
     )
     got, _ = run_random(requests, s, rng.choice([0.0, 0.5, 0.9, 1.0]), seed, abort_chance=rng.choice([0.0, 0.1]))
     for request in requests:
         tokens, reason = got[request.request_id]
-        want, want_reason = plain(request)
+        want, want_reason = plain(request, s.config.max_model_len)
         if reason == "abort":
             assert tokens == want[: len(tokens)]
         elif reason == "error":

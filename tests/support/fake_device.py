@@ -1,7 +1,7 @@
 """A device without a model: exact about state, positions, KV contents and drafts, scripted about tokens.
 
-A row's next token is a hash of all tokens before it. A KV entry is the tuple of the tokens that it depends on, so a read
-of a wrong, stale or foreign entry is seen at once. The draft layer's entry at p depends on token p + 1 as well.
+A row's next token is a hash of all tokens before it. A KV entry is the tuple of the tokens that it depends on, so a
+read of a wrong, stale or foreign entry is seen at once. The draft layer's entry at p depends on token p + 1 as well.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class FakeDevice:
         samples = end >= len(slot.row.token_ids)
         assert row.samples == samples
         assert row.num_draft_tokens == (max(0, end - len(slot.tokens)) if samples else 0)
-        assert row.num_draft_tokens <= self.k and end <= self.kv.max_model_len
+        assert row.num_draft_tokens <= self.k and end < self.kv.max_model_len
         ids = slot.tokens + (slot.drafts + [-1] * self.k)[: row.num_draft_tokens]
         for p in range(slot.computed):
             assert self.target_kv[self._at(slot, p)] == tuple(slot.tokens[: p + 1]), "foreign or stale KV is read"

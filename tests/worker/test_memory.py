@@ -1,0 +1,117 @@
+"""The parts of the memory budget add up, the recipe's word is kept, and too little memory is the user's to know."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from harness import Harness
+
+from specgen.errors import SpecgenError
+from specgen.worker import memory
+from specgen.worker.memory import MemoryBudget, plan_memory
+from specgen.worker.worker import Worker
+
+CPU = torch.device("cpu")
+MIB = 2**20
+
+
+def assert_adds_up(budget: MemoryBudget) -> None:
+    parts = budget.as_dict()
+    total, limit = parts.pop("total"), parts.pop("limit")
+    assert sum(parts.values()) == limit <= total
+    assert all(part >= 0 for name, part in parts.items() if name != "left")
+    assert parts["kv"] == budget.num_blocks * budget.block_bytes
+
+
+def plan(
+    monkeypatch: pytest.MonkeyPatch,
+    measured: tuple[int, int, int],
+    fraction: float = 0.5,
+    useful: int = 10**9,
+    num_blocks: int | None = None,
+    use_graphs: bool = False,
+) -> MemoryBudget:
+    """A plan over blocks of 1 MiB of a machine with (total, used, step peak) in MiB."""
+    monkeypatch.setattr(memory, "_measure_cpu", lambda run: tuple(MIB * part for part in measured))
+    return plan_memory(CPU, lambda: None, MIB, fraction, useful, num_blocks, use_graphs)
+
+
+def test_the_pool_gets_what_the_rest_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = plan(monkeypatch, (1000, 100, 50))
+    assert (budget.num_blocks, budget.left) == (350, 0)
+    assert_adds_up(budget)
+    budget = plan(monkeypatch, (1000, 100, 50), use_graphs=True)
+    assert (budget.num_blocks, budget.graphs) == (300, 50 * MIB)
+    assert_adds_up(budget)
+
+
+def test_no_more_blocks_than_rows_can_ever_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = plan(monkeypatch, (1000, 100, 50), useful=40)
+    assert (budget.num_blocks, budget.left) == (40, 310 * MIB)
+    assert_adds_up(budget)
+
+
+@pytest.mark.parametrize("num_blocks", [2, 7, 600])
+def test_the_recipes_word_is_kept(monkeypatch: pytest.MonkeyPatch, num_blocks: int) -> None:
+    """Beyond the fraction too, as long as the memory is there."""
+    budget = plan(monkeypatch, (1000, 100, 50), useful=5, num_blocks=num_blocks)
+    assert budget.num_blocks == num_blocks
+    assert_adds_up(budget)
+
+
+@pytest.mark.parametrize(
+    ("measured", "num_blocks"),
+    [((1000, 500, 0), None), ((1000, 400, 100), None), ((1000, 449, 50), None), ((1000, 100, 50), 1)],
+)
+def test_too_little_memory_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, measured: tuple[int, int, int], num_blocks: int | None
+) -> None:
+    with pytest.raises(SpecgenError) as caught:
+        plan(monkeypatch, measured, num_blocks=num_blocks)
+    assert caught.value.hint
+
+
+def test_more_blocks_than_the_machine_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert plan(monkeypatch, (1000, 100, 50), num_blocks=850).num_blocks == 850
+    with pytest.raises(SpecgenError, match=r"engine\.num_blocks is 851"):
+        plan(monkeypatch, (1000, 100, 50), num_blocks=851)
+
+
+def test_the_peak_of_a_step_is_measured() -> None:
+    def step() -> None:
+        torch.ones(48 * MIB, dtype=torch.uint8)
+
+    budget = plan_memory(CPU, step, MIB, 0.9, 10, None, False)
+    assert budget.step_peak > 40 * MIB
+    assert budget.used > 50 * MIB and budget.total > budget.used
+    assert_adds_up(budget)
+
+
+def test_a_workers_pool_is_its_budget(tiny: Path) -> None:
+    """Target and draft layers share every block (U46: nobody claims the memory twice)."""
+    for k, num_layers in ((0, 2), (2, 3)):
+        config = Harness(tiny, k=k, num_blocks=33, max_num_seqs=3, max_model_len=30).config
+        worker = Worker(config)
+        assert worker.kv_caches.shape[:3] == (num_layers, 33, 4)
+        assert worker.kv_caches.nbytes == worker.budget.kv == 33 * worker.block_bytes
+        assert_adds_up(worker.budget)
+        worker = Worker(replace(config, num_blocks=None))
+        assert worker.budget.num_blocks == 3 * 8 + 1, "as many as 3 rows of 30 tokens can use, and the null block"
+        assert worker.kv_caches.nbytes == worker.budget.kv
+        assert_adds_up(worker.budget)
+
+
+def test_a_worker_without_room_for_kv_says_so(tiny: Path) -> None:
+    config = Harness(tiny, max_num_seqs=2, max_model_len=30).config
+    with pytest.raises(SpecgenError, match="no memory is left for KV"):
+        Worker(replace(config, num_blocks=None, memory_fraction=1e-6))
+
+
+def test_the_measured_step_leaves_nothing_behind(tiny: Path) -> None:
+    """Slots are as new after the largest step was tried."""
+    harness = Harness(tiny, k=2, max_num_seqs=3, max_model_len=30)
+    assert bool((harness.worker.kv_caches == 0).all())
+    assert not harness.scheduler.requests
