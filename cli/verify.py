@@ -31,6 +31,10 @@ if TYPE_CHECKING:  # they bring torch
     from specgen.job.verify import VerifyResult
 
 _WIDTH = 100
+_BFLOAT16_HINT = (
+    "In bfloat16, two implementations may send a token to different experts, which moves logits by more than rounding"
+    " alone: --set model.dtype=float32 tells that from a fault."
+)
 
 
 def verify_recipe(recipe_path: Path, *, against: str, sets: Sequence[str], num_rows: int, json_path: str | None) -> int:
@@ -115,6 +119,8 @@ def _show(result: "VerifyResult", *, to_stderr: bool) -> None:
             f" {num_same:,} the same, {result.num_near_ties:,} near-ties, {result.num_real:,} real differences",
             soft_wrap=True,
         )
+        if result.num_real and result.against == "transformers" and result.dtype == "bfloat16":
+            console.print(_BFLOAT16_HINT, soft_wrap=True)
     if to_stderr:
         with contextlib.suppress(OSError):
             print(captured.get(), end="", file=sys.stderr)

@@ -4,7 +4,7 @@ Knows the ranges and how a row's overrides are laid over the recipe's defaults. 
 really gets (`seeds.py`). Nothing comes from the model folder's generation_config: a value not written is the default.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -86,9 +86,9 @@ class SamplingParams:
     temperature: 0 picks the likeliest token. top_k: 0 is off. top_p: 1 is off. min_p: a share of the likeliest token's
     probability, 0 is off. logit_bias: pairs of a token id and what is added to its logit. allowed_token_ids: no other
     token is chosen, None is "all". bad_words_ids: sequences of tokens that never appear. repetition_penalty: over
-    prompt and output, 1 is off. frequency_penalty, presence_penalty: over the output, 0 is off. max_tokens: None is "to
-    the model's limit". ignore_eos: EOS ids do not end the row. stop_token_ids: further ids that do. seed: None is
-    "none".
+    prompt and output, 1 is off. frequency_penalty, presence_penalty: over the output, 0 is off. min_tokens: the first
+    so many tokens do not end the row, 0 is off. max_tokens: None is "to the model's limit". ignore_eos: EOS ids do not
+    end the row. stop_token_ids: further ids that do. seed: None is "none".
 
     Raises: SamplingError naming the parameter, the value and what is allowed.
     """
@@ -108,6 +108,7 @@ class SamplingParams:
     )
     frequency_penalty: float = _param(0.0, _PENALTY)
     presence_penalty: float = _param(0.0, _PENALTY)
+    min_tokens: int = _param(0, checks.integer(0, 2**31 - 1, wanted="an integer from 0 (off) up"))
     max_tokens: int | None = _param(
         None,
         checks.optional(checks.integer(1, 2**31 - 1, wanted="an integer from 1 up"), "null, to the model's limit,"),
@@ -122,13 +123,27 @@ class SamplingParams:
         """Put each value into its proper type, or raise."""
         for name in PARAM_NAMES:
             object.__setattr__(self, name, checked_param(name, getattr(self, name)))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise SamplingError(f"min_tokens must be at most max_tokens = {self.max_tokens}, not {self.min_tokens}")
         if self.allowed_token_ids is not None:
+            if self.min_tokens and set(self.stop_token_ids).issuperset(self.allowed_token_ids):
+                raise SamplingError(
+                    "allowed_token_ids must name at least one token id that stop_token_ids does not, as min_tokens is"
+                    f" {self.min_tokens}, not {checks.shown(list(self.allowed_token_ids))}: no token could be chosen"
+                )
             banned = {word[0] for word in self.bad_words_ids if len(word) == 1}
             if banned.issuperset(self.allowed_token_ids):
                 raise SamplingError(
                     "allowed_token_ids must name at least one token id that bad_words_ids leaves, not"
                     f" {checks.shown(list(self.allowed_token_ids))}: no token could be chosen"
                 )
+
+    def named_token_ids(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield each parameter that names tokens, with the ids: all must be in the model's vocabulary."""
+        yield "stop_token_ids", self.stop_token_ids
+        yield "logit_bias", tuple(token_id for token_id, _ in self.logit_bias)
+        yield "allowed_token_ids", self.allowed_token_ids or ()
+        yield "bad_words_ids", tuple(token_id for word in self.bad_words_ids for token_id in word)
 
 
 _CHECKS: dict[str, checks.Check] = {f.name: f.metadata["check"] for f in fields(SamplingParams)}

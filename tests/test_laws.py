@@ -43,7 +43,8 @@ def make_rows(seed: int, num: int) -> list[Row]:
             repetition_penalty=rng.choice([1.0, 1.0, 1.3]),
             frequency_penalty=rng.choice([0.0, 0.0, 0.4]),
             presence_penalty=rng.choice([0.0, 0.0, -0.3]),
-            max_tokens=rng.randint(1, 24),
+            max_tokens=(max_tokens := rng.randint(1, 24)),
+            min_tokens=more.choice([0, 0, more.randint(0, max_tokens)]),
             ignore_eos=rng.random() < 0.3,
             stop_token_ids=rng.choice([(), (7,)]),
         )
@@ -144,6 +145,27 @@ def test_what_is_ruled_out_stays_out_though_it_is_drafted(tiny: Path, rule: str,
             assert result.token_ids[:at] == unruled.token_ids[:at] or sequence[-1] in unruled.token_ids[:at]
         for drafter in (oracle(plain, free), oracle(ruled, want), None):
             assert_same(run_rows(tiny, ruled, k=5, async_scheduling=at == 1, drafter=drafter), want)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_no_row_ends_before_its_least_length(tiny: Path, temperature: float) -> None:
+    """The drafts are the text with EOS and stop ids in it; then another EOS, or none, ends the row."""
+    params = SamplingParams(temperature=temperature, max_tokens=24)
+    plain = [Row(row.prompt, params, row.seed) for row in make_rows(9, 6)]
+    free = reference(tiny, plain)
+    eos, stop = free[0].token_ids[2], free[1].token_ids[3]
+    for least in (1, 4, 9):
+        overrides = {"min_tokens": least, "stop_token_ids": [stop]}
+        ruled = [Row(row.prompt, merged(params, overrides), row.seed) for row in plain]
+        want = reference(tiny, ruled, eos=[eos])
+        assert all(len(result.token_ids) >= least for result in want)
+        assert not any({eos, stop} & set(result.token_ids[:least]) for result in want)
+        assert any(result.finish_reason == "stop" for result in want)
+        for drafter in (oracle(plain, free), oracle(ruled, want), None):
+            got = run_rows(tiny, ruled, k=5, eos=[eos], async_scheduling=least == 4, drafter=drafter)
+            assert_same(got, want)
+    ignoring = [Row(row.prompt, merged(params, {"min_tokens": 9, "ignore_eos": True}), row.seed) for row in plain]
+    assert_same(reference(tiny, ignoring, eos=[eos]), free)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])

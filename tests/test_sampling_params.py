@@ -62,6 +62,8 @@ from specgen.sampling_params import PARAM_NAMES, SamplingError, SamplingParams, 
         ("repetition_penalty", -1),
         ("frequency_penalty", 2.1),
         ("presence_penalty", -2.1),
+        ("min_tokens", -1),
+        ("min_tokens", 1.0),
         ("max_tokens", 0),
         ("max_tokens", 2.5),
         ("ignore_eos", 1),
@@ -119,6 +121,28 @@ def test_a_row_without_any_token_is_refused() -> None:
     with pytest.raises(SamplingError, match=r"^row 4: allowed_token_ids") as caught:
         merged(SamplingParams(bad_words_ids=((5,),)), {"allowed_token_ids": [5]}, where="row 4")
     assert caught.value.where == "row 4"
+
+
+def test_min_tokens_must_be_possible() -> None:
+    SamplingParams(min_tokens=5)
+    SamplingParams(min_tokens=5, max_tokens=5)
+    with pytest.raises(SamplingError, match="min_tokens must be at most max_tokens = 4, not 5"):
+        SamplingParams(min_tokens=5, max_tokens=4)
+    with pytest.raises(SamplingError, match="allowed_token_ids must name at least one token id that stop_token_ids"):
+        SamplingParams(min_tokens=1, allowed_token_ids=(2,), stop_token_ids=(2, 3))
+
+
+def test_token_ids_by_name() -> None:
+    params = SamplingParams(
+        stop_token_ids=(1,), logit_bias=((2, 0.5),), allowed_token_ids=(3, 4), bad_words_ids=((5,), (6, 7))
+    )
+    assert dict(params.named_token_ids()) == {
+        "stop_token_ids": (1,),
+        "logit_bias": (2,),
+        "allowed_token_ids": (3, 4),
+        "bad_words_ids": (5, 6, 7),
+    }
+    assert not any(ids for _, ids in SamplingParams().named_token_ids())
 
 
 def test_defaults_have_no_hidden_limit() -> None:

@@ -33,7 +33,10 @@ class SchedulerConfig:
 
 
 class NewRow(NamedTuple):
-    """What the worker needs when a request takes a slot. `token_ids`: the prompt and, after preemption, the output."""
+    """What the worker needs when a request takes a slot. `token_ids`: the prompt and, after preemption, the output.
+
+    `eos_token_ids`: those that end the row, like `params.stop_token_ids`.
+    """
 
     slot: int
     token_ids: list[int]
@@ -42,6 +45,7 @@ class NewRow(NamedTuple):
     seed: int
     num_computed_tokens: int
     kv_start: int
+    eos_token_ids: frozenset[int] = frozenset()
 
 
 class ScheduledRow(NamedTuple):
@@ -210,6 +214,7 @@ class Scheduler:
                     request.seed,
                     request.num_computed_tokens,
                     num_cached,
+                    frozenset() if request.params.ignore_eos else self.config.eos_token_ids,
                 )
             )
             row = row._replace(slot=request.slot, new_blocks=list(self.kv.block_ids(request)), first_block=0)

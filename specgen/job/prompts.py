@@ -65,7 +65,8 @@ class PromptBuilder:
             params = merged(self._defaults, overrides, where=OVERRIDES)
         except SpecgenError as error:
             raise RowError(str(error), code=error.code) from None
-        self._check_ids(params.stop_token_ids, "sampling.stop_token_ids")
+        for name, ids in params.named_token_ids():
+            self._check_ids(ids, f"sampling.{name}")
         token_ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self._check_ids(token_ids, self._prompt_column)
         if len(token_ids) + 1 > self._max_model_len:

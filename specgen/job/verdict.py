@@ -38,8 +38,8 @@ class SideAt:
     """One run at the first difference.
 
     token_id: what the run gave, None if it had ended, or ended for another reason; text: of the token, or that reason.
-    top_two: the best scores after the same tokens before (-inf: removed by a filter). lead: the score of the run's own token less that of the
-    other run's, in units of logits. reproduced: whether these logits give the run's token.
+    top_two: the best scores after the same tokens before (-inf: removed by a filter). lead: the score of the run's own
+    token less that of the other run's, in units of logits. reproduced: whether these logits give the run's token.
     """
 
     name: str
@@ -124,8 +124,11 @@ def _best(logits: torch.Tensor, scores: torch.Tensor) -> list[int]:
     """The tokens of the best scores; where filters leave fewer, of the largest logits behind them."""
     kept = scores > -torch.inf  # not NaN
     count = min(_TOP, len(scores))
-    by_score = torch.topk(scores.where(kept, -torch.inf), count).indices.tolist()
-    by_logit = torch.topk(logits.nan_to_num(nan=-torch.inf).where(~kept, -torch.inf), count).indices.tolist()
+    by_score, by_logit = (
+        # stable: the lower id of equals comes first, as it does when one is sampled
+        torch.sort(values, descending=True, stable=True).indices[:count].tolist()
+        for values in (scores.where(kept, -torch.inf), logits.nan_to_num(nan=-torch.inf).where(~kept, -torch.inf))
+    )
     return [*by_score[: int(kept.sum())], *by_logit][:count]
 
 

@@ -86,12 +86,16 @@ class RowResult:
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:
-    """All rows, in order. against: the name of the other run. tolerance: of the rule, None if nothing was judged."""
+    """All rows, in order. against: the name of the other run. dtype: of the arithmetic, by which the rule judged.
+
+    dtype and tolerance are None if nothing had to be judged.
+    """
 
     against: str
     num_spec_tokens: int
     rows: list[RowResult]
-    tolerance: float | None
+    dtype: str | None = None
+    tolerance: float | None = None
 
     @property
     def num_near_ties(self) -> int:
@@ -113,6 +117,7 @@ class VerifyResult:
         return {
             "against": self.against,
             "num_spec_tokens": self.num_spec_tokens,
+            "dtype": self.dtype,
             "rows": len(self.rows),
             "tokens": self.num_tokens,
             "same": len(self.rows) - self.num_near_ties - self.num_real,
@@ -235,16 +240,19 @@ def run_verify(
         for row, difference in zip(rows, found, strict=True)
         if difference is not None
     ]
-    tolerance: float | None = None
+    dtype: torch.dtype | None = None
     if lengths:
         on_progress(f"computing the logits at {counted(len(lengths), 'first difference')}")
         with closing(make_probe(max(lengths))) as probe:
-            tolerance = TOLERANCES[probe.dtype]
+            dtype = probe.dtype
             for i, difference in enumerate(found):
                 if difference is not None:
-                    judged[i] = _judged(probe, rows[i].request, ours[i], difference, tolerance, text_of)
+                    judged[i] = _judged(probe, rows[i].request, ours[i], difference, TOLERANCES[dtype], text_of)
     results = [RowResult(r.id, r.line, len(a.token_ids), d) for r, a, d in zip(rows, ours, judged, strict=True)]
-    return VerifyResult(against, recipe.speculation.num_tokens, results, tolerance)
+    num_spec_tokens = recipe.speculation.num_tokens
+    if dtype is None:
+        return VerifyResult(against, num_spec_tokens, results)
+    return VerifyResult(against, num_spec_tokens, results, str(dtype).removeprefix("torch."), TOLERANCES[dtype])
 
 
 def _judged(

@@ -1,9 +1,9 @@
 """How many threads the CPU's products use, kept at what is faster at the moment.
 
-A step is some hundred short parallel regions. On a quiet machine more threads are faster; as soon as another
-process wants a core, every region waits for a thread that is not running (measured on 2 cores: 20 times slower than one thread).
-So the engine tries the other count now and then for a step or three, and keeps what wins. Results do not depend on it:
-whoever uses this checks that on the model first.
+A step is some hundred short parallel regions. On a quiet machine more threads are faster; as soon as another process
+wants a core, every region waits for a thread that is not running (measured on 2 cores: 20 times slower than one
+thread). So the engine tries the other count now and then for a step or three, and keeps what wins. Results do not
+depend on it: whoever uses this checks that on the model first.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from specgen.worker.states import RequestStates, to_device
 class ProcessorNeeds(NamedTuple):
     """Whether any row of a step needs a group of processors; what no row needs is left out.
 
-    filters: top-k or top-p. rules: allowed ids, biases or bad words. Each combination that is met has CUDA graphs of
-    its own, so that few groups are better than many.
+    filters: top-k or top-p. rules: allowed ids, biases, least length or bad words. Each combination that is met has
+    CUDA graphs of its own, so that few groups are better than many.
     """
 
     penalties: bool

@@ -5,6 +5,7 @@ before it, its seed and its position; see `specgen.kernels.gumbel` for the noise
 
     allowed_token_ids    others become -inf
     logit_bias           added
+    min_tokens           EOS and stop ids become -inf while the row is shorter
     repetition, frequency and presence penalty
     bad_words_ids        the token that would complete a word becomes -inf
     temperature          from here on at temperature > 0 only: at 0 none of it would change the arg max
@@ -26,6 +27,7 @@ from specgen.kernels.bad_words import apply_bad_words
 from specgen.kernels.gumbel import gumbel_sample
 from specgen.kernels.logit_bias import apply_logit_bias
 from specgen.kernels.min_p import apply_min_p
+from specgen.kernels.min_tokens import apply_min_tokens
 from specgen.kernels.penalties import apply_penalties
 from specgen.kernels.temperature import apply_temperature
 from specgen.kernels.top_k_top_p import apply_top_k_top_p
@@ -61,6 +63,7 @@ class Sampler:
         if rows.needs.rules:
             apply_allowed_ids(logits, rows.row_slots, s.allowed_mask, s.num_allowed)
             apply_logit_bias(logits, rows.row_slots, s.bias_ids, s.bias_values, s.num_biases)
+            apply_min_tokens(logits, rows.row_slots, rows.positions, s.end_mask, s.first_end)
         if rows.needs.penalties:
             apply_penalties(
                 logits,

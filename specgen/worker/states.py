@@ -48,9 +48,9 @@ class RequestStates:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
         self.token_ids = zeros(num_slots, max_model_len)
-        self._counts = zeros(8, num_slots)
+        self._counts = zeros(9, num_slots)
         self.total_len, self.prefill_len, self.num_computed_tokens, self.kv_start = self._counts[:4]
-        self.top_k, self.num_biases, self.num_allowed, self.num_bad_words = self._counts[4:]
+        self.top_k, self.num_biases, self.num_allowed, self.num_bad_words, self.first_end = self._counts[4:]
         self._factors = zeros(6, num_slots, dtype=torch.float32)
         self.temperature, self.top_p, self.min_p_reach = self._factors[:3]
         self.repetition_penalty, self.frequency_penalty, self.presence_penalty = self._factors[3:]
@@ -62,6 +62,7 @@ class RequestStates:
         self.bias_ids = zeros(num_slots, MAX_LOGIT_BIASES)
         self.bias_values = zeros(num_slots, MAX_LOGIT_BIASES, dtype=torch.float32)
         self.allowed_mask = zeros(num_slots, -(-vocab_size // 32))
+        self.end_mask = zeros(num_slots, -(-vocab_size // 32))
         self.bad_word_ids = zeros(num_slots, MAX_BAD_WORD_IDS)
         self.bad_word_ends = zeros(num_slots, MAX_BAD_WORDS)
         self.block_tables = torch.full((num_slots, max_blocks), NULL_BLOCK, dtype=torch.int32, device=device)
@@ -86,6 +87,7 @@ class RequestStates:
                 len(r.params.logit_bias),
                 len(r.params.allowed_token_ids or ()),
                 len(r.params.bad_words_ids),
+                min(r.num_prompt_tokens + r.params.min_tokens, 2**31 - 1) if r.params.min_tokens else 0,
             )
             for r in rows
         ]
@@ -117,16 +119,16 @@ class RequestStates:
         self.has_filter[slot] = p.temperature > 0 and (0 < p.top_k < self.vocab_size or p.top_p < 1)
         self.has_min_p[slot] = p.temperature > 0 and p.min_p > 0
         self.is_random[slot] = p.temperature > 0
-        self.has_rules[slot] = bool(p.allowed_token_ids or p.logit_bias or p.bad_words_ids)
+        self.has_rules[slot] = bool(p.allowed_token_ids or p.logit_bias or p.bad_words_ids or p.min_tokens)
         if self.has_rules[slot]:
-            self._add_rules(slot, p)
+            self._add_rules(slot, p, (*row.eos_token_ids, *p.stop_token_ids))
         if self.has_penalty[slot]:
             prompt, output = ids[: row.num_prompt_tokens], ids[row.num_prompt_tokens :]
             self.prompt_mask[slot] = to_device(prompt_mask_of(prompt, self.vocab_size), self.device)
             output_counts = np.bincount(output, minlength=self.vocab_size).astype(np.int32)
             self.output_counts[slot] = to_device(output_counts, self.device)
 
-    def _add_rules(self, slot: int, p: SamplingParams) -> None:
+    def _add_rules(self, slot: int, p: SamplingParams, end_ids: tuple[int, ...]) -> None:
         """Enters the tables of the rules that the request has; behind their counts stays what the last owner had."""
         if p.allowed_token_ids:
             self.allowed_mask[slot] = to_device(prompt_mask_of(p.allowed_token_ids, self.vocab_size), self.device)
@@ -134,6 +136,8 @@ class RequestStates:
             biased, values = zip(*p.logit_bias, strict=True)
             self.bias_ids[slot, : len(biased)] = to_device(np.array(biased, dtype=np.int32), self.device)
             self.bias_values[slot, : len(biased)] = to_device(np.array(values, dtype=np.float32), self.device)
+        if p.min_tokens:
+            self.end_mask[slot] = to_device(prompt_mask_of(end_ids, self.vocab_size), self.device)
         if p.bad_words_ids:
             flat = np.array([token for word in p.bad_words_ids for token in word], dtype=np.int32)
             ends = np.cumsum([len(word) for word in p.bad_words_ids]).astype(np.int32)

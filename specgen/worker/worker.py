@@ -191,7 +191,7 @@ class Worker:
         lengths[0] += c.max_num_batched_tokens - sum(lengths)
         lengths = [min(n, c.max_model_len - 1) for n in lengths]
         num_blocks = 1 + -(-max(lengths) // c.block_size)
-        params = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1)
+        params = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logit_bias=((0, 1.0),))
         step = SchedulerOutput(num_spec_tokens=c.num_speculative_tokens)
         for slot, length in enumerate(lengths):
             num_drafts = min(c.num_speculative_tokens, length - 1)

@@ -35,6 +35,12 @@ def test_both_sides_are_described() -> None:
     assert difference.other.reproduced
 
 
+def test_the_lower_id_of_equals_is_the_better() -> None:
+    difference = judged(at("ours", 1, [0.0, 5.0, 5.0, 5.0]), at("other", 2, [5.0, 5.0, 6.0, 5.0]))
+    assert [c.token_id for c in difference.speculative.top_two] == [1, 2]
+    assert [c.token_id for c in difference.other.top_two] == [2, 0]
+
+
 def test_what_filters_removed_ranks_by_its_logit() -> None:
     ours = at("ours", 2, [-INF, -INF, 7.0, -INF], [1.0, 3.0, 2.0, math.nan])
     other = at("other", 1, [-INF, 5.0, 6.0, math.nan], [1.0, 3.0, 2.0, 9.0])

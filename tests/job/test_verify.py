@@ -164,7 +164,7 @@ def test_rounding_that_turns_a_tie_is_a_near_tie(tiny: Path, monkeypatch: pytest
     result = verified(tiny, rows_of(GREEDY))
     assert result.num_real == 0
     assert result.num_near_ties > 0
-    assert result.tolerance == 1e-4
+    assert (result.dtype, result.tolerance) == ("float32", 1e-4)
     for difference in differences(result).values():
         assert difference.speculative.token_id == (difference.other.token_id or 0) + 1
         assert difference.speculative.reproduced
@@ -360,6 +360,19 @@ def test_the_command_says_what_differs(
     plant_logits(monkeypatch, tie)
     assert main(["verify", "job.yaml", "--rows", "2", "--set", "sampling.temperature=0"]) == 3
     assert "near-tie: the gap is within" in capsys.readouterr().out
+
+
+def test_real_differences_from_transformers_in_bfloat16_come_with_a_hint(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def bias(logits: torch.Tensor, several: bool) -> None:
+        logits[:, 300] += 50.0
+
+    plant_logits(monkeypatch, bias)
+    args = ["verify", "job.yaml", "--rows", "1", "--against", "transformers", "--set", "sampling.temperature=0"]
+    for dtype in ("float32", "bfloat16"):
+        assert main([*args, "--set", f"model.dtype={dtype}"]) == 4
+        assert ("--set model.dtype=float32" in capsys.readouterr().out) == (dtype == "bfloat16")
 
 
 @pytest.mark.parametrize(
