@@ -35,7 +35,7 @@ def random_params(rng: random.Random) -> SamplingParams:
 
 
 def expected(params: SamplingParams, text: list[int], logits: torch.Tensor) -> torch.Tensor:
-    """What transformers makes of one row, in the order of its `_get_logits_processor`."""
+    """What transformers makes of one row in float64, in the order of its `_get_logits_processor`."""
     processors = LogitsProcessorList()
     if params.logit_bias:
         processors.append(hf.SequenceBiasLogitsProcessor({(token,): bias for token, bias in params.logit_bias}))
@@ -51,7 +51,7 @@ def expected(params: SamplingParams, text: list[int], logits: torch.Tensor) -> t
     if params.top_p < 1:
         processors.append(hf.TopPLogitsWarper(params.top_p))
     processors.append(hf.MinPLogitsWarper(params.min_p))
-    return processors(torch.tensor([text]), logits[None].clone())[0]
+    return processors(torch.tensor([text]), logits[None].double())[0].float()
 
 
 @pytest.mark.parametrize("seed", range(8))
