@@ -123,7 +123,7 @@ class EngineClient:
             EngineError: the loop ended by an error, which is the cause.
         """
         outputs: list[EngineOutput] = []
-        block = True
+        block = self._failure is None  # after it nothing more comes
         while True:
             try:
                 item = self._outputs.get(block=block, timeout=timeout if block else None)
