@@ -77,7 +77,7 @@ def _check_peer(recipe: Recipe) -> None:
         raise RecipeError(
             "--peer compares greedy rows of one length: temperature 0, ignore_eos and max_tokens are needed"
         )
-    require_transformers()
+    require_transformers("--peer")
 
 
 def _measure(recipe: Recipe, interrupts: Interrupts, num_rows: int, num_rounds: int, with_peer: bool) -> "BenchResult":

@@ -255,7 +255,8 @@ def _hint_for(path: str) -> str:
         close = checks.nearest(name, [key.split(".")[1] for key in siblings])
         if close:
             return f"did you mean '{section}.{close}'?"
-    close = checks.nearest(path, KEYS) or checks.nearest(path, SECTIONS)
+    names = (KEYS, SECTIONS) if "." in path else (SECTIONS, KEYS)
+    close = checks.nearest(path, names[0]) or checks.nearest(path, names[1])
     if close:
         return f"did you mean '{close}'?"
     known = [key.split(".")[1] for key in siblings] or list(SECTIONS)

@@ -77,6 +77,7 @@ def test_a_folder_beside_the_recipe_does_not_hide_a_bundled_model(tmp_path: Path
     [
         ("model:\n  pth: x\n", 2, ["'model.pth'", "did you mean 'model.path'?"]),
         ("mdel:\n  path: x\n", 1, ["'mdel'", "did you mean 'model'?"]),
+        ("speculatoin:\n  num_tokens: 3\n", 1, ["'speculatoin'", "did you mean 'speculation'?"]),
         ("num_tokens: 3\n", 1, ["'num_tokens'", "did you mean 'speculation.num_tokens'?"]),
         ("sampling:\n  num_tokens: 3\n", 2, ["did you mean 'speculation.num_tokens'?"]),
         ("sampling.top_k: 3\n", 1, ["write it as top_k: under sampling:"]),

@@ -41,12 +41,21 @@ class PeerResult:
         }
 
 
-def require_transformers() -> None:
-    """Raises RecipeError if transformers is not installed."""
+def require_transformers(flag: str) -> None:
+    """Raises RecipeError, naming the flag that needs it, if transformers is not installed."""
     if importlib.util.find_spec("transformers") is None:
-        raise RecipeError(
-            "--peer transformers: the package transformers is not installed", hint="pip install '.[test]'"
-        )
+        raise RecipeError(f"{flag}: the package transformers is not installed", hint="pip install transformers")
+
+
+def load_peer_model(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """Returns the model in `folder` as transformers runs it."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # it would list the draft layers, which it does not know
+    logging.disable_progress_bar()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    return model.to(device).eval()
 
 
 def run_transformers(
@@ -61,14 +70,11 @@ def run_transformers(
 
     Loading and one short warm-up are not timed.
     """
-    from transformers import AutoModelForCausalLM
-
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    model = model.to(device).eval()
+    model = load_peer_model(folder, dtype, device)
     model.generation_config.eos_token_id = None  # every row runs to its full length
     rates: dict[int, float] = {}
     ids: list[list[int]] = []
-    for size in [s for s in BATCH_SIZES if s < 2 * len(prompts)]:
+    for size in [s for s in BATCH_SIZES if s < 2 * len(prompts)] or [len(prompts)]:
         if on_round is not None:
             on_round(f"transformers, {size} rows at once")
         _generate(model, prompts[:2], 4)

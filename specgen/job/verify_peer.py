@@ -5,15 +5,14 @@ over prompt and output, so that each token is judged after the very tokens that 
 transformers is not one of specgen's own needs; it comes with the extra `test`.
 """
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from specgen.errors import RecipeError
+from specgen.job.peer import load_peer_model, require_transformers
 from specgen.job.verdict import SideAt
 from specgen.job.verify import Answer, Found, VerifyRow
 from specgen.recipe import Recipe
@@ -84,21 +83,12 @@ def load_transformers(recipe: Recipe, folder: Path) -> Callable[[], OutputLogits
 
     Raises: RecipeError if transformers is not installed.
     """
-    if importlib.util.find_spec("transformers") is None:
-        raise RecipeError(
-            "--against transformers: the package transformers is not installed", hint="pip install transformers"
-        )
+    require_transformers("--against transformers")
     device = resolve_device(recipe.model.device)
     dtype = resolve_dtype(recipe.model.dtype, device)
 
     def load() -> OutputLogits:
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
-
-        logging.set_verbosity_error()  # it would list the draft layers, which it does not know
-        logging.disable_progress_bar()
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-        model.to(device).eval()
+        model = load_peer_model(folder, dtype, device)
 
         def output_logits(prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor:
             ids = torch.tensor([[*prompt, *output[:-1]]], device=device)
