@@ -49,6 +49,10 @@ class CpuThreads:
         elif len(self._seconds) == _PROBE_STEPS:
             self._settle(won=statistics.median(self._seconds) < _WINS * self._baseline)
 
+    def restore(self) -> None:
+        """Sets torch back to `most` threads, for whoever computes next in this process."""
+        torch.set_num_threads(self._most)
+
     def _settle(self, won: bool) -> None:
         self._baseline = None
         if won:

@@ -249,7 +249,9 @@ class Worker:
         return self.runner.take_draft_token_ids()
 
     def shutdown(self) -> None:
-        """Drops model and pool."""
+        """Drops model and pool, and leaves torch's threads as they were."""
+        if self._threads is not None:
+            self._threads.restore()
         del self.runner, self.kv_caches, self.model, self.states
         if self.config.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -49,6 +49,15 @@ def test_it_comes_back_when_the_machine_is_quiet_again() -> None:
     assert used[-1] == 2
 
 
+def test_the_next_one_in_the_process_finds_all_threads() -> None:
+    torch.set_num_threads(2)
+    threads = CpuThreads(2)
+    run(threads, 20, lambda count: 0.4 if count == 2 else 0.02)
+    assert torch.get_num_threads() == 1
+    threads.restore()
+    assert torch.get_num_threads() == 2
+
+
 def test_a_small_gain_is_no_reason() -> None:
     torch.set_num_threads(2)
     used = run(CpuThreads(2), 50, lambda count: 0.0195 if count == 1 else 0.02)
