@@ -16,8 +16,8 @@ from specgen.kernels._triton import tl, triton
 _BLOCK = 2048
 
 
-def prompt_mask_of(token_ids: "Sequence[int] | np.ndarray", vocab_size: int) -> np.ndarray:
-    """Return the packed set of a prompt's tokens, `[ceil(vocab_size / 32)] int32`: bit v % 32 of word v // 32 is
+def id_mask_of(token_ids: "Sequence[int] | np.ndarray", vocab_size: int) -> np.ndarray:
+    """Return the packed set of the token ids, `[ceil(vocab_size / 32)] int32`: bit v % 32 of word v // 32 is
     token v.
 
     Ids outside the vocabulary (placeholders of other modalities) are left out.

@@ -65,6 +65,11 @@ class ScheduledRow(NamedTuple):
     epoch: int
     num_computed_after: int
 
+    @property
+    def is_decode(self) -> bool:
+        """Whether it is the request's last token and drafts, nothing of a prompt besides."""
+        return self.samples and self.num_tokens == 1 + self.num_draft_tokens
+
 
 @dataclass(slots=True)
 class SchedulerOutput:
@@ -231,8 +236,9 @@ class Scheduler:
         num_left = request.num_tokens_left
         if num_left <= 0:
             return 0  # the steps in flight end it for certain
-        num_drafts = min(len(request.spec_token_ids), num_left - 1)
-        num_new = request.num_tokens + num_drafts + request.num_output_placeholders - request.num_computed_tokens
+        num_useless = max(0, len(request.spec_token_ids) - (num_left - 1))
+        num_promised = request.num_tokens_with_spec - num_useless + request.num_output_placeholders
+        num_new = num_promised - request.num_computed_tokens
         return max(0, min(num_new, budget, self.config.max_model_len - 1 - request.num_computed_tokens))
 
     def _try_allocate(self, request: Request, num_new: int) -> ScheduledRow | None:

@@ -62,8 +62,8 @@ class DecodeGraphs:
         self._pool: tuple[int, int] | None = None
 
     def fits(self, rows: list[ScheduledRow]) -> bool:
-        """Whether every row is its last token and its drafts, nothing of a prompt besides."""
-        return all(row.samples and row.num_tokens == 1 + row.num_draft_tokens for row in rows)
+        """Whether every row only decodes."""
+        return all(row.is_decode for row in rows)
 
     def run(self, rows: list[ScheduledRow], needs: ProcessorNeeds) -> tuple[torch.Tensor, torch.Tensor]:
         """Launches the step; `sampled [B, K+1] int64` and `num_sampled [B] int32`, valid until the next launch."""

@@ -13,7 +13,7 @@ import torch
 
 from specgen.engine.kv_blocks import NULL_BLOCK
 from specgen.engine.scheduler import NewRow, ScheduledRow
-from specgen.kernels.penalties import prompt_mask_of
+from specgen.kernels.penalties import id_mask_of
 from specgen.sampling_params import MAX_BAD_WORD_IDS, MAX_BAD_WORDS, MAX_LOGIT_BIASES, SamplingParams
 
 
@@ -124,20 +124,20 @@ class RequestStates:
             self._add_rules(slot, p, (*row.eos_token_ids, *p.stop_token_ids))
         if self.has_penalty[slot]:
             prompt, output = ids[: row.num_prompt_tokens], ids[row.num_prompt_tokens :]
-            self.prompt_mask[slot] = to_device(prompt_mask_of(prompt, self.vocab_size), self.device)
+            self.prompt_mask[slot] = to_device(id_mask_of(prompt, self.vocab_size), self.device)
             output_counts = np.bincount(output, minlength=self.vocab_size).astype(np.int32)
             self.output_counts[slot] = to_device(output_counts, self.device)
 
     def _add_rules(self, slot: int, p: SamplingParams, end_ids: tuple[int, ...]) -> None:
         """Enters the tables of the rules that the request has; behind their counts stays what the last owner had."""
         if p.allowed_token_ids:
-            self.allowed_mask[slot] = to_device(prompt_mask_of(p.allowed_token_ids, self.vocab_size), self.device)
+            self.allowed_mask[slot] = to_device(id_mask_of(p.allowed_token_ids, self.vocab_size), self.device)
         if p.logit_bias:
             biased, values = zip(*p.logit_bias, strict=True)
             self.bias_ids[slot, : len(biased)] = to_device(np.array(biased, dtype=np.int32), self.device)
             self.bias_values[slot, : len(biased)] = to_device(np.array(values, dtype=np.float32), self.device)
         if p.min_tokens:
-            self.end_mask[slot] = to_device(prompt_mask_of(end_ids, self.vocab_size), self.device)
+            self.end_mask[slot] = to_device(id_mask_of(end_ids, self.vocab_size), self.device)
         if p.bad_words_ids:
             flat = np.array([token for word in p.bad_words_ids for token in word], dtype=np.int32)
             ends = np.cumsum([len(word) for word in p.bad_words_ids]).astype(np.int32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
@@ -124,19 +125,19 @@ class Worker:
         if self._uses_graphs:
             self.runner.use_graphs(c.max_num_seqs)
         self._threads = self._tuned_threads()
+        self._started: float | None = None  # of a decode step, if it is timed for the threads
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one KV block over all layers, the draft layers' included."""
+        return math.prod(self._kv_shape(1)) * self.config.dtype.itemsize
+
+    def _kv_shape(self, num_blocks: int) -> tuple[int, int, int, int]:
         c = self.config
-        num_layers = c.model.num_hidden_layers + self.num_draft_layers
-        return num_layers * c.block_size * c.model.latent_size * c.dtype.itemsize
+        return (c.model.num_hidden_layers + self.num_draft_layers, num_blocks, c.block_size, c.model.latent_size)
 
     def _new_kv_caches(self, num_blocks: int) -> torch.Tensor:
-        c = self.config
-        num_layers = c.model.num_hidden_layers + self.num_draft_layers
-        shape = (num_layers, num_blocks, c.block_size, c.model.latent_size)
-        return torch.zeros(shape, dtype=c.dtype, device=c.device)
+        return torch.zeros(self._kv_shape(num_blocks), dtype=self.config.dtype, device=self.config.device)
 
     def _new_runner(self, kv_caches: torch.Tensor) -> ModelRunner:
         c = self.config
@@ -224,24 +225,25 @@ class Worker:
         length = min(20, c.max_model_len - 1)
         blocks = list(range(1, 2 + length // c.block_size))
         ids = [i % c.model.vocab_size for i in range(length)]
-        runner = self._new_runner(self._new_kv_caches(len(blocks) + 1))
+        kv_caches = self._new_kv_caches(len(blocks) + 1)
         self.states.add([NewRow(0, ids, length, SamplingParams(), 0, 0, 0)])
         row = ScheduledRow(0, 0, length, 0, True, blocks, 0, 0, length)
         self.states.add_blocks([row])
         batch = build_batch([row], self.states, length, c.block_size, rewinds=False)
-        return runner.target(batch.input_ids, batch.context, runner.kv_caches)
+        return self.model.target(batch.input_ids, batch.context, kv_caches)
 
     def execute_model(self, step: SchedulerOutput) -> None:
         """See `ModelRunner.execute_model`."""
-        self._started = time.perf_counter()
-        self._is_decode = all(row.samples and row.num_tokens == 1 + row.num_draft_tokens for row in step.rows)
+        if self._threads is not None and all(row.is_decode for row in step.rows):
+            self._started = time.perf_counter()
         self.runner.execute_model(step)
 
     def sample_tokens(self) -> SampledStep:
         """See `ModelRunner.sample_tokens`."""
         result = self.runner.sample_tokens()
-        if self._threads is not None and self._is_decode:
+        if self._threads is not None and self._started is not None:
             self._threads.observe(time.perf_counter() - self._started)
+            self._started = None
         return result
 
     def take_draft_token_ids(self) -> list[list[int]]:

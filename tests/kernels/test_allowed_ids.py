@@ -9,7 +9,7 @@ import torch
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
 from specgen.kernels.allowed_ids import apply_allowed_ids, apply_allowed_ids_torch, apply_allowed_ids_triton
-from specgen.kernels.penalties import prompt_mask_of
+from specgen.kernels.penalties import id_mask_of
 
 Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -22,7 +22,7 @@ def make(num_rows: int, vocab: int) -> tuple[Call, list[list[int]]]:
     slots[3::8] = -1
     slots[0] = 1
     lists = [torch.randperm(vocab, generator=generator)[: 1 + vocab // 3].tolist() for _ in range(num_slots)]
-    mask = torch.from_numpy(np.stack([prompt_mask_of(ids, vocab) for ids in lists]))
+    mask = torch.from_numpy(np.stack([id_mask_of(ids, vocab) for ids in lists]))
     count = torch.full((num_slots,), len(lists[0]), dtype=torch.int32)
     count[::3] = 0
     lists[::3] = [[]] * len(lists[::3])
@@ -33,7 +33,7 @@ def make(num_rows: int, vocab: int) -> tuple[Call, list[list[int]]]:
 
 def test_by_hand() -> None:
     logits = torch.arange(40.0).repeat(3, 1)
-    mask = torch.from_numpy(np.stack([prompt_mask_of([0, 31, 32, 39], 40), prompt_mask_of([], 40)]))
+    mask = torch.from_numpy(np.stack([id_mask_of([0, 31, 32, 39], 40), id_mask_of([], 40)]))
     apply_allowed_ids(logits, torch.tensor([0, 1, -1]).int(), mask, torch.tensor([4, 0]).int())
     assert [(i, x) for i, x in enumerate(logits[0].tolist()) if x > -math.inf] == [(i, i) for i in (0, 31, 32, 39)]
     assert torch.equal(logits[1:], torch.arange(40.0).repeat(2, 1))

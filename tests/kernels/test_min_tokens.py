@@ -9,7 +9,7 @@ import torch
 from transformers.generation.logits_process import MinNewTokensLengthLogitsProcessor
 
 from specgen.kernels.min_tokens import apply_min_tokens, apply_min_tokens_torch, apply_min_tokens_triton
-from specgen.kernels.penalties import prompt_mask_of
+from specgen.kernels.penalties import id_mask_of
 
 Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -22,7 +22,7 @@ def make(num_rows: int, vocab: int) -> tuple[Call, list[list[int]]]:
     slots[3::8] = -1
     slots[0] = 1
     lists = [torch.randperm(vocab, generator=generator)[:3].tolist() for _ in range(num_slots)]
-    mask = torch.from_numpy(np.stack([prompt_mask_of(ids, vocab) for ids in lists]))
+    mask = torch.from_numpy(np.stack([id_mask_of(ids, vocab) for ids in lists]))
     first_end = torch.randint(8, 13, (num_slots,), generator=generator).int()
     first_end[::3] = 0
     positions = torch.randint(5, 14, (num_rows,), generator=generator)
@@ -35,7 +35,7 @@ def make(num_rows: int, vocab: int) -> tuple[Call, list[list[int]]]:
 def test_by_hand() -> None:
     """A prompt of 4 tokens and min_tokens 2: the tokens at index 4 and 5 must not end the row."""
     logits = torch.zeros(6, 40)
-    mask = torch.from_numpy(np.stack([prompt_mask_of([0, 33], 40)] * 2))
+    mask = torch.from_numpy(np.stack([id_mask_of([0, 33], 40)] * 2))
     slots, positions = torch.tensor([0, 0, 0, 0, 1, -1]).int(), torch.tensor([3, 4, 5, 6, 3, 3])
     apply_min_tokens(logits, slots, positions, mask, torch.tensor([6, 0]).int())
     assert [(row == -math.inf).nonzero().flatten().tolist() for row in logits] == [[0, 33]] * 2 + [[]] * 4

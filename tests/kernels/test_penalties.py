@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from specgen.kernels.penalties import apply_penalties, apply_penalties_torch, apply_penalties_triton, prompt_mask_of
+from specgen.kernels.penalties import apply_penalties, apply_penalties_torch, apply_penalties_triton, id_mask_of
 
 Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 State = dict[str, torch.Tensor]
@@ -23,7 +23,7 @@ def make(num_rows: int, vocab: int) -> tuple[Call, State]:
     spec_start = torch.randint(0, 3 * num_rows - 2, (num_rows,), generator=generator).int()
     prompts = torch.randint(0, vocab, (num_slots, 20), generator=generator).numpy()
     state = {
-        "prompt_mask": torch.from_numpy(np.stack([prompt_mask_of(prompt, vocab) for prompt in prompts])),
+        "prompt_mask": torch.from_numpy(np.stack([id_mask_of(prompt, vocab) for prompt in prompts])),
         "output_counts": torch.randint(-9, 4, (num_slots, vocab), generator=generator).clamp(min=0).int(),
         "repetition_penalty": torch.rand(num_slots, generator=generator) + 0.5,
         "frequency_penalty": torch.randn(num_slots, generator=generator),
@@ -57,10 +57,10 @@ def penalise(call: Call, state: State) -> torch.Tensor:
 
 
 def test_prompt_mask() -> None:
-    mask = prompt_mask_of([0, 31, 32, 69, 69, 70, -1], 70)  # 70 and -1 lie outside
+    mask = id_mask_of([0, 31, 32, 69, 69, 70, -1], 70)  # 70 and -1 lie outside
     assert mask.dtype == np.int32
     assert mask.tolist() == [1 - 2**31, 1, 1 << 5]
-    assert prompt_mask_of(np.array([], dtype=np.int32), 33).tolist() == [0, 0]
+    assert id_mask_of(np.array([], dtype=np.int32), 33).tolist() == [0, 0]
 
 
 def test_by_hand() -> None:
