@@ -3,27 +3,34 @@
 What it prints is a recipe file that can be run; everything else it found stands in comments.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from specgen.cli import codes
 from specgen.cli.render import Console, to_stdout
-from specgen.errors import RecipeError, RowError
-from specgen.job.prompts import PromptBuilder
-from specgen.job.readers import BadRow, Row, RowReader, no_rows, open_input
+from specgen.errors import InputError, RecipeError, RowError
+from specgen.job.inputs import Input
+from specgen.job.plan import RowPlanner
+from specgen.job.prompts import PromptBuilder, chat_template_of
+from specgen.job.readers import BadRow, Row, no_rows
+from specgen.job.survey import Survey, survey
 from specgen.model_path import resolve_model
 from specgen.recipe import Recipe, load_recipe
 from specgen.stats import counted
 from specgen.tokenizer import Tokenizer, eos_token_ids
 
+if TYPE_CHECKING:
+    from specgen.models.config import ModelConfig
+
 _MAX_SHOWN = 10
+_BAR_WIDTH = 40
 
 
 def check_recipe(recipe_path: Path, input_path: str | None, *, sets: Sequence[str]) -> int:
     """Print what a run would do and return the exit code: 3 if some rows would fail.
 
-    Raises: SpecgenError for what would stop a run before its first row.
+    Raises: SpecgenError for what would stop a run before its first row, ids that are there twice included.
     """
     recipe = load_recipe(recipe_path, sets, {} if input_path is None else {"input.path": input_path})
     to_stdout(recipe.to_yaml_with_origins())
@@ -38,49 +45,84 @@ def check_recipe(recipe_path: Path, input_path: str | None, *, sets: Sequence[st
     to_stdout(
         f"# model: {folder}\n"
         f"# draft layers: {config.num_nextn_predict_layers}, vocabulary: {config.vocab_size}, at most {limit} tokens\n"
-        f"# BOS: {tokenizer.prefix_ids or 'none'}, EOS: {list(eos_token_ids(folder, tokenizer))}\n"
+        f"# BOS: {tokenizer.prefix_ids or 'none'} before a raw text, a chat template's own before a chat;"
+        f" EOS: {list(eos_token_ids(folder, tokenizer))}\n"
     )
-    if recipe.input.path is None or recipe.input.path == "-":
+    if not recipe.input.paths or (recipe.input.path == "-" and input_path is None):
         to_stdout("# input: rows were not looked at (stdin, or none given)\n")
         return codes.OK
-    builder = PromptBuilder(recipe, tokenizer, max_model_len=limit, vocab_size=config.vocab_size)
-    return _check_rows(recipe, builder)
+    return _check_rows(recipe, folder, tokenizer, config, limit)
 
 
-def _check_rows(recipe: Recipe, builder: PromptBuilder) -> int:
-    path = str(recipe.input.path)
+def _check_rows(recipe: Recipe, folder: Path, tokenizer: Tokenizer, config: "ModelConfig", limit: int) -> int:
+    source = Input(recipe.input)
+    template = chat_template_of(recipe, folder, needed=source.is_batch or recipe.input.messages is not None)
+    planner = RowPlanner(recipe, is_batch=source.is_batch)
+    prompts = PromptBuilder(
+        recipe,
+        tokenizer,
+        max_model_len=limit,
+        vocab_size=config.vocab_size,
+        template=template,
+        planner=planner,
+    )
+    if template is not None:
+        to_stdout(f"# chat template: {template.origin}\n")
     console = Console()
-    lengths: list[int] = []
-    bad: Counter[str] = Counter()
-    with open_input(path) as stream:
-        reader = RowReader(stream, where=path, id_column=recipe.input.id, limit=recipe.input.limit)
-        for row, problem in _checked(reader, builder, lengths):
-            bad[problem.code] += 1
-            if bad.total() <= _MAX_SHOWN:
-                console.warn(f"{path}:{row.line}: {problem}")
-    if not lengths and not bad:
-        raise no_rows(path)
-    lines = [
-        f"# input: {path}: {counted(len(lengths), 'row')} can run, {bad.total():,} cannot,"
-        f" {counted(reader.blank_lines, 'blank line')}"
-    ]
-    lines += [f"#   {code}: {count:,}" for code, count in sorted(bad.items())]
-    if lengths:
-        mean = sum(lengths) / len(lengths)
-        lines.append(
-            f"# prompt tokens: {sum(lengths):,} in all, {min(lengths)} to {max(lengths)} a row, mean {mean:.1f}"
+    duplicates: list[str] = []
+    num_shown = 0
+
+    def on_bad(row: Row | BadRow, error: RowError) -> None:
+        nonlocal num_shown
+        if error.code == "duplicate_id":
+            duplicates.append(str(error))
+        num_shown += 1
+        if num_shown <= _MAX_SHOWN:
+            console.warn(f"{row.file or source.name}:{row.line}: {error}")
+
+    rows = source.rows(unique_ids=recipe.input.duplicate_ids == "refuse")
+    found = survey(
+        planner.plans(rows),
+        prompts,
+        max_model_len=limit,
+        num_at_once=recipe.engine.max_num_seqs,
+        on_bad=on_bad,
+    )
+    if not found.rows:
+        raise no_rows(source.name)
+    to_stdout("".join(f"# {line}\n" for line in _lines(found, source, rows.blank_lines, config)))
+    if duplicates and source.can_be_read_twice:
+        raise InputError(
+            f"{counted(len(duplicates), 'id')} given before: {duplicates[0]}",
+            where=source.name,
+            hint="input.duplicate_ids=keep runs them all as rows of their own",
         )
-    to_stdout("\n".join(lines) + "\n")
-    return codes.FAILED_ROWS if bad else codes.OK
+    return codes.FAILED_ROWS if found.bad else codes.OK
 
 
-def _checked(reader: RowReader, builder: PromptBuilder, lengths: list[int]) -> Iterator[tuple[Row | BadRow, RowError]]:
-    """Yield the rows that cannot run; the prompt lengths of the others go into `lengths`."""
-    for row in reader:
-        if isinstance(row, BadRow):
-            yield row, row.error
-            continue
-        try:
-            lengths.append(len(builder.build(row).token_ids))
-        except RowError as error:
-            yield row, error
+def _lines(found: Survey, source: Input, blank_lines: int, config: "ModelConfig") -> list[str]:
+    kind = " (an OpenAI batch file)" if source.is_batch else ""
+    lines = [
+        f"input: {source.name}{kind}: {counted(found.ok, 'row')} can run, {found.bad:,} cannot,"
+        f" {counted(blank_lines, 'blank line')}"
+    ]
+    lines += [f"  {code}: {count:,}" for code, count in sorted(found.error_codes.items())]
+    if not found.ok:
+        return lines
+    if found.samples != found.ok:
+        lines.append(f"answers: {found.samples:,}")
+    if found.truncated:
+        lines.append(f"prompts that are cut: {found.truncated:,}")
+    low, high, mean = min(found.lengths), max(found.lengths), found.prompt_tokens / found.ok
+    lines.append(f"prompt tokens: {found.prompt_tokens:,} in all, {low} to {high} a row, mean {mean:.1f}")
+    bins = found.histogram()
+    most = max(count for _, _, count in bins)
+    for start, end, count in bins:
+        bar = "█" * round(_BAR_WIDTH * count / most) if count else ""
+        lines.append(f"  {f'{start}-{end}':>13} {count:>9,} {bar}".rstrip())
+    elements = found.longest * config.kv_width * (config.num_hidden_layers + config.num_nextn_predict_layers)
+    lines.append(
+        f"KV: at most {found.longest:,} tokens at once ({min(found.samples, found.num_at_once)} longest answers),"
+        f" {2 * elements / 2**20:,.0f} MiB in bfloat16, {4 * elements / 2**20:,.0f} MiB in float32"
+    )
+    return lines

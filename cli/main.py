@@ -1,7 +1,7 @@
 """The `specgen` command: its sub-commands, and the one place where errors become a message and an exit code.
 
 Exit codes: 0 done, 1 our bug, 2 recipe or input wrong, 3 finished with failed rows (verify: with near-ties only),
-4 verify found a real difference, 130 interrupted (by a signal, or because nobody reads stdout any more).
+4 verify found a real difference, 130 interrupted (by SIGINT, or because nobody reads stdout any more), 143 by SIGTERM.
 Imports nothing heavy: each command imports what it needs when it runs.
 """
 
@@ -45,6 +45,22 @@ _VERIFY_RULE = (
     " in float32, 0.05 in bfloat16); or if, for such logits, a filter like top-p kept a token on one side only."
     " Exit codes: 0 the same tokens in every row, 3 near-ties only, 4 a real difference."
 )
+_BENCH_COLUMNS = (
+    "tokens/s: output tokens over the wall time of a round, prompts included; × K=0: that over plain decoding's."
+    " tokens a step: that a row gains. All further columns are of a decode step with all rows: ms a step, from the"
+    " start of one to the start of the next; target, sampling (verification included) and draft, its parts; gap, the"
+    " time between two steps. On a GPU such a step is one CUDA graph, and the parts come from events within the graph,"
+    " in a pass of its own. floor: ms that the step's weights, KV and arithmetic need at this machine's speed, which is"
+    " measured first by a large copy and a large product; of floor: floor over ms a step. GB/s and TFLOP/s: what the"
+    " step must read and compute over ms a step."
+)
+
+
+_ACCEPTANCE_WAYS = (
+    "shared: drafts with the target's own noise, judged strictly, as a run has them. unprocessed: the same, but penalties"
+    " and filters do not act on drafts (only shown if a row has any). argmax: the draft layer's likeliest tokens, judged"
+    " strictly. ratio: speculation.method: ratio."
+)
 
 
 class Against(enum.Enum):
@@ -52,6 +68,15 @@ class Against(enum.Enum):
 
     PLAIN = "plain"
     TRANSFORMERS = "transformers"
+
+
+class ProgressMode(enum.Enum):
+    """How `specgen run` shows where it stands."""
+
+    AUTO = "auto"
+    LINES = "lines"
+    JSON = "json"
+    NONE = "none"
 
 
 class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
@@ -108,22 +133,82 @@ def run(
         str | None, typer.Option("--output", "-o", help="Where the answers go instead of output.path; - is stdout.")
     ] = None,
     sets: Sets = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start over: move an old output, and what is beside it, to NAME.old.")
+    ] = False,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run rows again that failed before.")] = False,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            metavar="I/N",
+            help="Run the I-th of N parts of the rows, into NAME.I-of-N.jsonl; `specgen merge` puts them together.",
+        ),
+    ] = None,
     stats: Annotated[
         Path | None,
         typer.Option(help="Write the run's statistics there, as JSON (an old file is replaced); - is stdout."),
     ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Move an old output file, and its recipe, aside: to NAME.old.")
-    ] = False,
+    progress: Annotated[
+        ProgressMode,
+        typer.Option(
+            help="auto: a live view on a terminal, a line every 5 seconds elsewhere. lines: those anywhere. json: a JSON"
+            " object every 5 seconds. All on stderr."
+        ),
+    ] = ProgressMode.AUTO,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no summary; warnings stay.")] = False,
 ) -> None:
-    """Run a recipe: one output line for every input row, whatever happened to it."""
-    from specgen.cli.run import run_recipe
+    """Run a recipe, or what an earlier run left: one output line for every answer, whatever happened to the row."""
+    from specgen.cli.run import RunFlags, run_recipe
+
+    flags = RunFlags(
+        stats_path=stats, fresh=fresh, retry_failed=retry_failed, shard=shard, quiet=quiet, progress=progress.value
+    )
+    with _exit_codes():
+        code = run_recipe(recipe, input_path, output, sets or (), flags)
+    raise typer.Exit(code)
+
+
+@app.command()
+def merge(
+    output: Annotated[str, typer.Argument(help="The output to make, as NAME.jsonl.", show_default=False)],
+    parts: Annotated[
+        list[str] | None,
+        typer.Argument(help="The shards' outputs. [default: all NAME.I-of-N.jsonl beside it]", show_default=False),
+    ] = None,
+) -> None:
+    """Put the outputs of `run --shard` together, in the order of the input, checked for gaps and doubles."""
+    from specgen.cli.merge import merge_outputs
 
     with _exit_codes():
-        code = run_recipe(
-            recipe, input_path, output=output, sets=sets or (), stats_path=stats, overwrite=overwrite, quiet=quiet
-        )
+        code = merge_outputs(output, parts or ())
+    raise typer.Exit(code)
+
+
+@app.command()
+def report(
+    output: Annotated[str, typer.Argument(help="An output of `specgen run`.", show_default=False)],
+    page: Annotated[
+        str | None,
+        typer.Option(
+            "--page",
+            "-o",
+            metavar="FILE",
+            help="Where the HTML page goes; - is stdout. [default: OUTPUT.html, without --json]",
+        ),
+    ] = None,
+    json_path: Annotated[
+        str | None,
+        typer.Option("--json", metavar="FILE", help="Write the same figures there, as JSON; - is stdout."),
+    ] = None,
+    by: Annotated[
+        list[str] | None, typer.Option(metavar="COLUMN", help="Slice the figures by a column of the input; repeatable.")
+    ] = None,
+) -> None:
+    """Show what an output says about its run: acceptance, lengths, endings, failures, the manifest; one HTML page."""
+    from specgen.cli.report import report_output
+
+    with _exit_codes():
+        code = report_output(output, page=page, json_path=json_path, by=by or ())
     raise typer.Exit(code)
 
 
@@ -137,20 +222,57 @@ def check(recipe: RecipeFile, input_path: InputFile = None, sets: Sets = None) -
     raise typer.Exit(code)
 
 
-@app.command()
+@app.command(epilog=_BENCH_COLUMNS)
 def bench(
     num_spec_tokens: Annotated[
-        int | None, typer.Option("--num-spec-tokens", "-k", help="Drafts a step. [default: the recipe's, or 3]")
+        str | None,
+        typer.Option(
+            "--num-spec-tokens",
+            "-k",
+            metavar="K[,K…]",
+            help="Drafts a step; several are measured one after another. Without --shape, plain decoding (0) is always"
+            " among them. [default: 0 and the recipe's, or 3]",
+        ),
     ] = None,
     recipe: Annotated[
         Path | None, typer.Option(help="The recipe to measure. [default: the bundled model and prompts]")
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="model.path, over the recipe's: a bundled name, a folder, a hub id."),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="CONFIG", help="A config.json; with --random-weights, in place of a model's folder."),
+    ] = None,
+    random_weights: Annotated[
+        bool,
+        typer.Option("--random-weights", help="Fill the model of --config with random weights, at a real scale."),
+    ] = False,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ROWSxINxOUT",
+            help="Rows at once, prompt tokens, answer tokens: prompts of random ids in place of a file's rows, no"
+            " prefix cache, temperature 1. May be repeated, or a list with commas. [with --random-weights: 32x512x256]",
+        ),
+    ] = None,
+    synthetic_acceptance: Annotated[
+        str | None,
+        typer.Option(
+            metavar="R1,R2,…",
+            help="Accept drafts by lot: R1 is the share of steps that keep the first draft, R2 the first two, …",
+        ),
+    ] = None,
+    exactness: Annotated[str | None, typer.Option(help="engine.exactness. [default: the recipe's, or exact]")] = None,
     rows: Annotated[int, typer.Option(min=1, help="Rows of the input to use.")] = 64,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens of an answer. [default: the recipe's, or 128]")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each side; medians are shown.")] = 3,
-    temperature: Annotated[float | None, typer.Option(help="Temperature. [default: the recipe's, or 0]")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Temperature. [default: the recipe's, or 0; 1 with --shape]")
+    ] = None,
     with_peer: Annotated[
         bool, typer.Option("--peer", help="Run the rows through transformers' generate too (greedy rows only).")
     ] = False,
@@ -163,26 +285,82 @@ def bench(
             help="Write the figures there, as JSON (an old file is replaced); - is stdout.",
         ),
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write a trace of some steady decode steps there, for Perfetto (.json or .json.gz); with several"
+            " shapes or K's, one beside it for each.",
+        ),
+    ] = None,
 ) -> None:
     """Measure plain against speculative decoding, on the same rows and in one run."""
-    from specgen.cli.bench import bench_recipe
+    from specgen.cli.bench import BenchFlags, bench_recipe
 
-    flags = {
-        "speculation.num_tokens": num_spec_tokens,
-        "sampling.max_tokens": max_tokens,
-        "sampling.temperature": temperature,
-    }
-    overrides = {key: value for key, value in flags.items() if value is not None}
+    keys = {"sampling.max_tokens": max_tokens, "sampling.temperature": temperature, "engine.exactness": exactness}
+    flags = BenchFlags(
+        recipe_path=recipe,
+        model=model,
+        config=config,
+        random_weights=random_weights,
+        shapes=shape or (),
+        num_spec_tokens=num_spec_tokens,
+        acceptance=synthetic_acceptance,
+        sets=sets or (),
+        num_rows=rows,
+        num_rounds=rounds,
+        json_path=json_path,
+        trace_path=trace,
+        with_peer=with_peer,
+    )
     with _exit_codes():
-        bench_recipe(
-            recipe,
-            overrides,
-            sets=sets or (),
-            num_rows=rows,
-            num_rounds=rounds,
-            json_path=json_path,
-            with_peer=with_peer,
-        )
+        bench_recipe(flags, {key: value for key, value in keys.items() if value is not None})
+
+
+@app.command()
+def profile(
+    model: Annotated[
+        str | None, typer.Option(metavar="DIR", help="The model: a bundled name, a folder, a hub id.")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="CONFIG", help="A config.json; with --random-weights, in place of a model's folder."),
+    ] = None,
+    random_weights: Annotated[
+        bool,
+        typer.Option("--random-weights", help="Fill the model of --config with random weights, at a real scale."),
+    ] = False,
+    rows: Annotated[str, typer.Option(metavar="N[,N…]", help="Rows at once; a table for each.")] = "1,32,256",
+    num_spec_tokens: Annotated[int, typer.Option("--num-spec-tokens", "-k", min=0, help="Drafts a step.")] = 3,
+    context: Annotated[int, typer.Option(min=2, help="Tokens that each row holds.")] = 512,
+    exactness: Annotated[str | None, typer.Option(help="engine.exactness.")] = None,
+    top: Annotated[int, typer.Option(min=0, help="Kernels to list for each kind of work, the longest first.")] = 4,
+    traces: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Keep the traces there, two for each number of rows.")
+    ] = None,
+    sets: Sets = None,
+    json_path: Annotated[
+        str | None,
+        typer.Option(
+            "--json", metavar="FILE", help="Write the figures there, as JSON (an old file is replaced); - is stdout."
+        ),
+    ] = None,
+) -> None:
+    """List every kernel of a decode step on a GPU: launches, time, and the floor of what it must move and compute."""
+    from specgen.cli.bench import BenchFlags
+    from specgen.cli.profile import profile_kernels
+
+    flags = BenchFlags(
+        model=model,
+        config=config,
+        random_weights=random_weights,
+        num_spec_tokens=str(num_spec_tokens),
+        sets=sets or (),
+        json_path=json_path,
+    )
+    overrides = {"engine.exactness": exactness} if exactness is not None else {}
+    with _exit_codes():
+        profile_kernels(flags, overrides, rows=rows, context=context, top=top, traces=traces)
 
 
 @app.command(epilog=_VERIFY_RULE)
@@ -209,6 +387,34 @@ def verify(
 
     with _exit_codes():
         code = verify_recipe(recipe, against=against.value, sets=sets or (), num_rows=rows, json_path=json_path)
+    raise typer.Exit(code)
+
+
+@app.command(epilog=_ACCEPTANCE_WAYS)
+def acceptance(
+    recipe: RecipeFile,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of the input to use.")] = 64,
+    temperatures: Annotated[
+        list[float] | None,
+        typer.Option(
+            "--temperature", "-t", help="Run all rows at it; may be repeated. [default: the rows' own]", show_default=False
+        ),
+    ] = None,
+    sets: Sets = None,
+    json_path: Annotated[
+        str | None,
+        typer.Option(
+            "--json", metavar="FILE", help="Write the counts there, as JSON (an old file is replaced); - is stdout."
+        ),
+    ] = None,
+) -> None:
+    """Count accepted drafts on the same rows, by the way drafts are drawn and judged."""
+    from specgen.cli.acceptance import acceptance_of
+
+    with _exit_codes():
+        code = acceptance_of(
+            recipe, sets=sets or (), num_rows=rows, temperatures=temperatures or (), json_path=json_path
+        )
     raise typer.Exit(code)
 
 

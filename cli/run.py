@@ -1,97 +1,154 @@
 """`specgen run`: puts recipe, rows, engine and output file together."""
 
 import json
+import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 from specgen.cli import codes
-from specgen.cli.render import Console, ProgressView, show_summary, to_stdout
+from specgen.cli.live import ProgressView
+from specgen.cli.load_view import LoadView
+from specgen.cli.render import Console, show_summary, to_stdout
 from specgen.cli.signals import Interrupts
-from specgen.errors import InputError, RecipeError
-from specgen.job.readers import ReadAhead, RowReader, count_lines, name_of, open_input
-from specgen.job.writer import LineWriter, check_output, check_replaceable, recipe_beside, write_file, write_new
+from specgen.errors import EngineStuckError, InputError, RecipeError
+from specgen.job.inputs import Input
+from specgen.job.merge import shard_path
+from specgen.job.places import check_output, check_replaceable, files_beside, write_file
+from specgen.job.target import Target
 from specgen.model_path import resolve_model
 from specgen.recipe import Recipe, load_recipe
 from specgen.stats import RunStats, counted
 from specgen.tokenizer import Tokenizer, eos_token_ids
 
+if TYPE_CHECKING:
+    from specgen.job.session import Session
+    from specgen.job.writer import LineWriter
+
+
+@dataclass(frozen=True)
+class RunFlags:
+    """What the command line says about a run, beside the recipe's keys."""
+
+    stats_path: Path | None = None
+    fresh: bool = False
+    retry_failed: bool = False
+    shard: str | None = None
+    quiet: bool = False
+    progress: str = "auto"
+
 
 def run_recipe(
-    recipe_path: Path,
-    input_path: str | None,
-    *,
-    output: str | None,
-    sets: Sequence[str],
-    stats_path: Path | None,
-    overwrite: bool,
-    quiet: bool,
+    recipe_path: Path, input_path: str | None, output: str | None, sets: Sequence[str], flags: RunFlags
 ) -> int:
-    """Run a recipe to its end and return the exit code.
+    """Run what is left of a recipe and return the exit code.
 
     Raises: SpecgenError for whatever is wrong with recipe, model, input or output.
     """
+    shard = _parsed_shard(flags.shard)
     recipe = load_with_paths(recipe_path, input_path, output, sets)
-    source_path, target_path = str(recipe.input.path), str(recipe.output.path)
-    check_output(target_path, input_path=source_path, overwrite=overwrite, recipe_path=recipe_path)
-    if stats_path is not None:
-        _check_stats_path(stats_path, [str(recipe_path), source_path, target_path])
-    console = Console(quiet=quiet)
+    target_path = str(recipe.output.path)
+    if shard is not None and target_path != "-":
+        target_path = shard_path(target_path, shard)
+    folder = resolve_model(_required(recipe.model.path, "model.path"))
+    console = Console(quiet=flags.quiet)
     with Interrupts() as interrupts:
         try:
-            stats = _run(recipe, interrupts, console, overwrite=overwrite)
+            rows = Input(recipe.input)
+            check_output(target_path, inputs=rows.files, recipe_path=recipe_path)
+            if flags.stats_path is not None:
+                _check_stats_path(flags.stats_path, [str(recipe_path), *rows.files, target_path])
+            code = _run(recipe, folder, rows, Target(target_path, fresh=flags.fresh), shard, interrupts, console, flags)
         except KeyboardInterrupt:
-            console.warn("interrupted before the first row: there are no answers")
-            return codes.INTERRUPTED
-    show_summary(console, stats, target_path)
-    if stats.interrupted:
-        written = f"what had finished was written ({counted(stats.rows, 'row')})"
-        console.warn(f"interrupted: {written if stats.rows else 'no row had finished'}")
-    if stats_path is not None:
-        _write_stats(stats, str(stats_path))
-    if stats.interrupted:
-        return codes.INTERRUPTED
-    return codes.FAILED_ROWS if stats.failed else codes.OK
+            console.warn("interrupted before the first row: no answer was added")
+            return interrupts.code
+    return code
 
 
-def _run(recipe: Recipe, interrupts: Interrupts, console: Console, *, overwrite: bool) -> RunStats:
-    """Load the model, once there is a row for it, and run the job.
+def _run(
+    recipe: Recipe,
+    folder: Path,
+    rows: Input,
+    target: Target,
+    shard: tuple[int, int] | None,
+    interrupts: Interrupts,
+    console: Console,
+    flags: RunFlags,
+) -> int:
+    """Load the model, if there is a row for it, run the job and say what was done.
 
     Raises: KeyboardInterrupt for a signal before the job has begun; later ones end the job, which says so.
     """
-    source_path, target_path = str(recipe.input.path), str(recipe.output.path)
-    folder = resolve_model(_required(recipe.model.path, "model.path"))
-    with open_input(source_path) as stream:
-        where = name_of(source_path)
-        source = ReadAhead(RowReader(stream, where=where, id_column=recipe.input.id, limit=recipe.input.limit))
-        source.require_first()
-        tokenizer = Tokenizer(folder)
-        console.note(f"loading {recipe.model.path}")
-        interrupts.hold()  # an import that is broken off may take the process with it
-        from specgen.engine.client import EngineClient
-        from specgen.job.job import Job
+    from specgen.job.session import Session
 
-        interrupts.release()
-        with EngineClient.create(recipe, folder, eos_token_ids(folder, tokenizer)) as engine:
-            for line in _engine_lines(engine.description):
-                console.note(line)
-            total = None if console.quiet else count_lines(source_path, recipe.input.limit)
-            view = ProgressView(console, total, shares_terminal=target_path == "-" and sys.stdout.isatty())
-            ordered = recipe.output.order == "input"
-            job: Job | None = None
-            try:
-                with LineWriter.open(target_path, ordered=ordered, overwrite=overwrite) as writer, view:
-                    interrupts.flush = writer.flush
-                    interrupts.hold()
-                    _write_recipe_beside(recipe, overwrite=overwrite)
-                    job = Job(recipe, engine, tokenizer, source, writer, stop=interrupts.stop, on_progress=view.update)
-                    return job.run()
-            except BrokenPipeError:
-                if job is None:
-                    raise
-                console.warn("nobody reads the output any more")
-                job.stats.interrupted = True
-                return job.stats
+    tokenizer = Tokenizer(folder)
+    session = Session(recipe, folder, tokenizer, rows, target, retry_failed=flags.retry_failed, shard=shard)
+    try:
+        for note in session.notes:
+            console.note(note)
+        if target.journal.lines:
+            console.note(f"resuming: {_lines_there(session)}")
+        if not session.has_work:
+            session.finish()
+            console.note("nothing is left to do")
+            return codes.FAILED_ROWS if target.journal.failed else codes.OK
+        stats = _run_session(session, folder, interrupts, console, flags)
+    finally:
+        session.close()
+    show_summary(console, stats, target.path, before=_lines_there(session) if target.journal.lines else None)
+    if stats.interrupted:
+        written = f"what had finished was written ({counted(stats.samples, 'answer')})"
+        resumes = "; the same command goes on from there" if target.is_file else ""
+        console.warn(f"interrupted: {written if stats.samples else 'no answer had finished'}{resumes}")
+    if flags.stats_path is not None:
+        _write_stats(stats, str(flags.stats_path))
+    if stats.interrupted:
+        return interrupts.code
+    return codes.FAILED_ROWS if stats.failed or target.journal.failed else codes.OK
+
+
+def _run_session(
+    session: "Session", folder: Path, interrupts: Interrupts, console: Console, flags: RunFlags
+) -> RunStats:
+    recipe, target = session.recipe, session.target
+    console.note(f"loading {recipe.model.path}")
+    interrupts.hold()  # an import that is broken off may take the process with it
+    from specgen.engine.client import EngineClient
+
+    interrupts.release()
+    eos = eos_token_ids(folder, session.tokenizer)
+    with EngineClient.create(recipe, folder, eos, on_load_progress=LoadView(console)) as engine:
+        for line in _engine_lines(engine.description):
+            console.note(line)
+        shares_terminal = target.path == "-" and sys.stdout.isatty()
+        view = ProgressView(console, flags.progress, session, shares_terminal=shares_terminal)
+
+        def begin(writer: "LineWriter") -> None:
+            interrupts.flush = writer.flush
+            interrupts.hold()
+
+        try:
+            with view:
+                return session.run(engine, stop=interrupts.stop, on_progress=view.update, on_begin=begin)
+        except BrokenPipeError:
+            console.warn("nobody reads the output any more")
+            return RunStats(interrupted=True)
+        except EngineStuckError as error:
+            _end_now(error)
+
+
+def _end_now(error: EngineStuckError) -> NoReturn:
+    """End the process: an engine that stands still cannot be shut down, and everything is written."""
+    print(f"{error.dump}\nerror: {error}", file=sys.stderr, flush=True)
+    os._exit(codes.BUG)
+
+
+def _lines_there(session: "Session") -> str:
+    journal = session.target.journal
+    failed = f", {journal.failed:,} of them failed" if journal.failed else ""
+    return f"{counted(journal.lines, 'answer')} there already{failed}"
 
 
 def load_with_paths(recipe_path: Path, input_path: str | None, output: str | None, sets: Sequence[str]) -> Recipe:
@@ -105,7 +162,7 @@ def load_with_paths(recipe_path: Path, input_path: str | None, output: str | Non
     if output is not None:
         overrides["output.path"] = output
     recipe = load_recipe(recipe_path, sets, overrides)
-    _required(recipe.input.path, "input.path", "or give the rows on the command line")
+    _required(recipe.input.paths, "input.path", "or give the rows on the command line")
     explicit = output is not None or recipe.origins["output.path"] == "--set"
     if recipe.input.path == "-" and not explicit and (input_path is not None or recipe.output.path is None):
         recipe = load_recipe(recipe_path, sets, overrides | {"output.path": "-"})
@@ -113,18 +170,26 @@ def load_with_paths(recipe_path: Path, input_path: str | None, output: str | Non
     return recipe
 
 
-def _required(value: str | None, key: str, hint: str | None = None) -> str:
-    if value is None:
+def _parsed_shard(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    number, slash, count = text.partition("/")
+    if not slash or not number.isdecimal() or not count.isdecimal() or not 1 <= int(number) <= int(count):
+        raise RecipeError(f"{text!r} is not of the form i/n with 1 ≤ i ≤ n", where="--shard")
+    return int(number), int(count)
+
+
+def _required(value: str | tuple[str, ...] | None, key: str, hint: str | None = None) -> str:
+    if not value:
         raise RecipeError(f"{key} is missing", hint=hint)
-    return value
+    return str(value)
 
 
 def _check_stats_path(path: Path, files: Sequence[str]) -> None:
     output = files[-1]
     if str(path) == "-" and output == "-":
         raise InputError("statistics and answers cannot both go to stdout", where="--stats -")
-    beside = recipe_beside(output)
-    check_replaceable(str(path), "statistics file", files if beside is None else [*files, beside])
+    check_replaceable(str(path), "statistics file", [*files, *files_beside(output)])
 
 
 def _write_stats(stats: RunStats, path: str) -> None:
@@ -133,13 +198,6 @@ def _write_stats(stats: RunStats, path: str) -> None:
         to_stdout(text)
     else:
         write_file(path, text, "statistics file")
-
-
-def _write_recipe_beside(recipe: Recipe, *, overwrite: bool) -> None:
-    """Write `<output>.recipe.yaml`, the resolved recipe with every value's origin."""
-    path = recipe_beside(str(recipe.output.path))
-    if path is not None:
-        write_new(path, recipe.to_yaml_with_origins(), overwrite=overwrite)
 
 
 def _engine_lines(description: dict[str, object]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What SIGINT and SIGTERM do to a command that loads a model: a clean end with exit code 130, or one at once."""
+"""What SIGINT and SIGTERM do to a command that loads a model: a clean end with exit code 130 or 143, or one at once."""
 
 import os
 import signal
@@ -18,11 +18,13 @@ class Interrupts:
     """Watches for both signals while it is entered, in the main thread; elsewhere it does nothing.
 
     The first one sets `stop` and raises KeyboardInterrupt; while held (`hold`) it only sets `stop`. The second ends the
-    process at once with 130. flush: called before that, so that no line is left half written.
+    process at once. code: the exit code of the last one, 130 or 143. flush: called before the end, so that no line is
+    left half written.
     """
 
     def __init__(self) -> None:
         self.stop = threading.Event()
+        self.code = codes.INTERRUPTED
         self.flush: Callable[[], None] = lambda: None
         self._is_held = False
         self._before: dict[signal.Signals, object] = {}
@@ -54,6 +56,7 @@ class Interrupts:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.code = codes.TERMINATED if number == signal.SIGTERM else codes.INTERRUPTED
         if self.stop.is_set():
             self._exit_now()
         self.stop.set()
@@ -68,4 +71,4 @@ class Interrupts:
         with suppress(Exception):
             if sys.stderr.isatty():  # a progress bar hides it
                 os.write(sys.stderr.fileno(), _SHOW_CURSOR)
-        os._exit(codes.INTERRUPTED)
+        os._exit(self.code)

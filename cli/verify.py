@@ -16,11 +16,12 @@ from rich.console import Console as RichConsole
 from rich.table import Table
 
 from specgen.cli import codes
+from specgen.cli.load_view import LoadView
 from specgen.cli.render import Console, to_stdout
 from specgen.cli.signals import Interrupts
 from specgen.engine.request import EOS_NAME
 from specgen.errors import RecipeError
-from specgen.job.writer import check_replaceable, write_file
+from specgen.job.places import check_replaceable, write_file
 from specgen.model_path import resolve_model
 from specgen.recipe import Recipe, load_recipe
 from specgen.stats import counted
@@ -47,8 +48,14 @@ def verify_recipe(recipe_path: Path, *, against: str, sets: Sequence[str], num_r
     recipe = load_recipe(recipe_path, sets)
     if recipe.model.path is None or recipe.input.path is None:
         raise RecipeError("verify needs model.path and input.path", where=str(recipe_path))
+    if recipe.speculation.method != "exact":
+        raise RecipeError(
+            f"verify compares tokens, and speculation.method: {recipe.speculation.method} does not promise the plain ones",
+            where=recipe.origins.get("speculation.method", str(recipe_path)),
+            hint="--set speculation.method=exact",
+        )
     if json_path is not None:
-        check_replaceable(json_path, "JSON file", [str(recipe_path), recipe.input.path])
+        check_replaceable(json_path, "JSON file", [str(recipe_path), *recipe.input.paths])
     with Interrupts() as interrupts:
         result = _compare(recipe, interrupts, against, num_rows)
     _show(result, to_stderr=json_path == "-")
@@ -77,10 +84,11 @@ def _compare(recipe: Recipe, interrupts: Interrupts, against: str, num_rows: int
     tokenizer = Tokenizer(folder)
     eos = eos_token_ids(folder, tokenizer)
     rows = prepare_rows(recipe, folder, read_bench_rows(recipe, num_rows), tokenizer)
-    note = Console().note
+    console = Console()
+    note = console.note
 
     def make_engine(side: Recipe) -> EngineClient:
-        return EngineClient.create(side, folder, eos)
+        return EngineClient.create(side, folder, eos, on_load_progress=LoadView(console))
 
     if against == "transformers":
         require_largest_logit(rows)

@@ -5,6 +5,7 @@ With the stand-ins the kernel files still import, so that the twins run; launchi
 
 # mypy: ignore-errors
 
+import functools
 from typing import Any
 
 try:
@@ -54,4 +55,29 @@ except ImportError:
     triton = _TritonStandIn()
     tl = _LanguageStandIn()
 
-__all__ = ["HAS_TRITON", "tl", "triton"]
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr):
+    """Wait for the kernels before this one, then let the next one be set up while this one runs.
+
+    Every kernel that is launched with `pdl()` begins with it: what is read or written after it is in launch order. What
+    stands before it may read what is older than the kernel before this one, weights above all.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@functools.cache
+def pdl() -> dict[str, bool]:
+    """Return the launch options for programmatic dependent launch: on from Hopper on, off elsewhere.
+
+    Source: CUDA programming guide, "Programmatic Dependent Launch and Synchronization".
+    """
+    import torch
+
+    on = HAS_TRITON and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+    return {"PDL": True, "launch_pdl": True} if on else {"PDL": False}
+
+
+__all__ = ["HAS_TRITON", "pdl", "tl", "triton", "wait_for_inputs"]

@@ -27,8 +27,9 @@ def gumbel_sample(
     positions: torch.Tensor,
     seeds: torch.Tensor,
     temperature: torch.Tensor,
+    sharpness: float = 1.0,
 ) -> torch.Tensor:
-    """Return each row's argmax of logits + g(seed, position, token); ties go to the lowest id.
+    """Return each row's argmax of logits * sharpness + g(seed, position, token); ties go to the lowest id.
 
     `logits [N, V] float32` (processed, divided by T), `row_slots [N] int32` (-1 = padded: gives 0), `positions [N]
     int64` (of the row's input token), `seeds [R] int64`, `temperature [R] float32` (0 = plain argmax). NaN counts as
@@ -43,9 +44,8 @@ def gumbel_sample(
     check("seeds", seeds, torch.int64, None)
     check("temperature", temperature, torch.float32, seeds.shape[0])
     check_same_device(logits=logits, row_slots=row_slots, positions=positions, seeds=seeds, temperature=temperature)
-    if logits.is_cuda:
-        return gumbel_sample_triton(logits, row_slots, positions, seeds, temperature)
-    return gumbel_sample_torch(logits, row_slots, positions, seeds, temperature)
+    op = gumbel_sample_triton if logits.is_cuda else gumbel_sample_torch
+    return op(logits, row_slots, positions, seeds, temperature, sharpness)
 
 
 # --- twin -------------------------------------------------------------------------------------------------------------
@@ -64,6 +64,7 @@ def gumbel_sample_torch(
     positions: torch.Tensor,
     seeds: torch.Tensor,
     temperature: torch.Tensor,
+    sharpness: float = 1.0,
 ) -> torch.Tensor:
     """Return what `gumbel_sample` returns, by torch operations; may look at values."""
     num_rows, vocab = logits.shape
@@ -78,7 +79,8 @@ def gumbel_sample_torch(
     step = max(1, _CHUNK_ELEMENTS // vocab)
     for start in range(0, random_rows.numel(), step):
         rows = random_rows[start : start + step]
-        out[rows] = _sample_rows(_take_rows(logits, rows), state[rows])
+        taken = _take_rows(logits, rows)
+        out[rows] = _sample_rows(taken if sharpness == 1.0 else taken * sharpness, state[rows])
     return out
 
 
@@ -189,7 +191,7 @@ def _gumbel(hashed: torch.Tensor) -> torch.Tensor:
 
 # --- kernel -----------------------------------------------------------------------------------------------------------
 
-_BLOCK = 1024
+_BLOCK = 4096
 
 
 @triton.jit
@@ -204,15 +206,21 @@ def _mix_word(state, word):
 
 
 @triton.jit
-def _gumbel_of(seed, position, token):
-    """g(seed, position, token) for int64 scalars and a block of ids."""
+def _hash_of(seed, position, token):
+    """The hash of (seed, position, token) for int64 scalars and a block of ids."""
     state = _mix_word((token * 0).to(tl.uint32), (seed & 0xFFFFFFFF).to(tl.uint32))
     state = _mix_word(state, ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32))
     state = _mix_word(state, (position & 0xFFFFFFFF).to(tl.uint32))
     state = _mix_word(state, token.to(tl.uint32)) ^ 16
     state = (state ^ (state >> 16)) * 0x85EBCA6B
     state = (state ^ (state >> 13)) * 0xC2B2AE35
-    state = state ^ (state >> 16)
+    return state ^ (state >> 16)
+
+
+@triton.jit
+def _gumbel_of(seed, position, token):
+    """g(seed, position, token) for int64 scalars and a block of ids."""
+    state = _hash_of(seed, position, token)
     # From 16-bit halves: float32 then holds u, and 1 - u, to its full relative precision at both ends.
     high = (state >> 16).to(tl.float32)
     low = (state & 0xFFFF).to(tl.float32)
@@ -232,6 +240,36 @@ def _gumbel_of(seed, position, token):
 
 
 @triton.jit
+def _draw(logits, start, seed, position, is_random, sharpness, BLOCK: tl.constexpr):
+    """The best score of a block of logits, the ids of which begin at `start`, and its lowest place in the block.
+
+    g <= -log(u) is at most a straight line in the exponent and mantissa bits of u, read as one integer (see
+    `_could_win`). Only tokens whose score under that ceiling reaches the best exact one get their two logarithms.
+    """
+    at = tl.arange(0, BLOCK)
+    logits = tl.where(logits != logits, float("-inf"), logits)
+    best, place = tl.max(logits, axis=0, return_indices=True)
+    if is_random:
+        if best > float("-inf"):
+            logits = logits * sharpness
+            half = (_hash_of(seed, position, start + at) >> 1).to(tl.int32).to(tl.float32)
+            bits = half.to(tl.int32, bitcast=True).to(tl.float32)
+            # -log(u) <= 158 ln 2 - bits ln 2 / 2^23
+            ceiling = (logits - bits * 8.262958288192749e-08) + 109.51725387573242
+            best = tl.full([], float("-inf"), tl.float32)
+            highest, candidate = tl.max(ceiling, axis=0, return_indices=True)
+            while highest + (1e-3 + 1e-6 * tl.minimum(tl.abs(best), 1e30)) >= best:
+                score = tl.max(tl.where(at == candidate, logits, float("-inf")), axis=0)
+                score = score + _gumbel_of(seed, position, start + candidate)
+                better = (score > best) | ((score == best) & (candidate < place))
+                place = tl.where(better, candidate, place)
+                best = tl.maximum(score, best)
+                ceiling = tl.where(at == candidate, float("-inf"), ceiling)
+                highest, candidate = tl.max(ceiling, axis=0, return_indices=True)
+    return best, place
+
+
+@triton.jit
 def _block_best_kernel(
     best_ptr,
     best_id_ptr,
@@ -241,6 +279,7 @@ def _block_best_kernel(
     positions_ptr,
     seeds_ptr,
     temperature_ptr,
+    sharpness,
     vocab_size,
     BLOCK: tl.constexpr,
 ):
@@ -250,11 +289,11 @@ def _block_best_kernel(
     if slot < 0:
         return
     token = block * BLOCK + tl.arange(0, BLOCK)
-    score = tl.load(logits_ptr + row * logits_stride + token, mask=token < vocab_size, other=float("-inf"))
-    score = tl.where(score != score, float("-inf"), score)
-    if tl.load(temperature_ptr + slot) > 0.0:
-        score += _gumbel_of(tl.load(seeds_ptr + slot), tl.load(positions_ptr + row), token)
-    best, at = tl.max(score, axis=0, return_indices=True)
+    logits = tl.load(logits_ptr + row * logits_stride + token, mask=token < vocab_size, other=float("-inf"))
+    is_random = tl.load(temperature_ptr + slot) > 0.0
+    best, at = _draw(
+        logits, block * BLOCK, tl.load(seeds_ptr + slot), tl.load(positions_ptr + row), is_random, sharpness, BLOCK
+    )
     out = row * tl.num_programs(1) + block
     tl.store(best_ptr + out, best)
     tl.store(best_id_ptr + out, block * BLOCK + at)
@@ -279,6 +318,7 @@ def gumbel_sample_triton(
     positions: torch.Tensor,
     seeds: torch.Tensor,
     temperature: torch.Tensor,
+    sharpness: float = 1.0,
 ) -> torch.Tensor:
     """Return what `gumbel_sample` returns, by a (rows x vocabulary blocks) grid and a second reduction over blocks."""
     num_rows, vocab = logits.shape
@@ -297,6 +337,7 @@ def gumbel_sample_triton(
         positions,
         seeds,
         temperature,
+        sharpness,
         vocab,
         BLOCK=_BLOCK,
     )

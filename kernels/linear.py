@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from specgen.kernels._checks import check, check_same_device
-from specgen.kernels._triton import tl, triton
+from specgen.kernels._triton import pdl, tl, triton, wait_for_inputs
 
 ROW_MULTIPLE = 16
 MAX_ROWS = 256  # more rows go in several calls, so that the self-test sees every row count that is ever used
@@ -45,11 +45,12 @@ def linear_torch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return _by_rows(x, weight, _mode("linear", weight), F.linear)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(
     x_ptr, weight_ptr, out_ptr, num_rows, num_columns, x_stride, inner: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_INNER: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_INNER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     columns = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     acc = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
@@ -73,8 +74,8 @@ def linear_triton(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     grid = (triton.cdiv(num_rows, 16), triton.cdiv(num_columns, 16))
     if num_rows:
         _linear_kernel[grid](
-            x, weight, out, num_rows, num_columns, x.stride(0), weight.shape[1],
-            BLOCK_ROWS=16, BLOCK_COLUMNS=16, BLOCK_INNER=256 if is_half else 128, num_warps=4, num_stages=4,
+            x, weight, out, num_rows, num_columns, x.stride(0), weight.shape[1], BLOCK_ROWS=16, BLOCK_COLUMNS=16,
+            BLOCK_INNER=256 if is_half else 128, num_warps=4, num_stages=4, **pdl(),
         )  # fmt: skip
     return out
 
@@ -90,16 +91,22 @@ def linear_float32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return linear_triton(x, weight) if x.is_cuda else linear_torch(x.float(), weight.float())
 
 
-def batched_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def batched_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Return x[:, h] @ weight[h].T for every head h; a row's bits don't depend on the other rows or their number.
 
-    x: [T, H, K], rows and heads may be strided; weight: [H, N, K], same dtype. Returns [T, H, N], contiguous.
-    Raises: ValueError on a wrong dtype or shape.
+    x: [T, H, K], rows and heads may be strided; weight: [H, N, K], same dtype. Returns [T, H, N], contiguous, or `out`
+    of that shape, whose rows and heads may be strided. Raises: ValueError on a wrong dtype or shape.
     """
     check("x", x, x.dtype, None, None, None)
     check("weight", weight, x.dtype, x.shape[1], None, x.shape[2])
-    check_same_device(x=x, weight=weight)
-    return _per_head(x, weight) if x.is_cuda else batched_linear_torch(x, weight)
+    if out is None:
+        out = x.new_empty(x.shape[0], weight.shape[0], weight.shape[1])
+    check("out", out, x.dtype, x.shape[0], weight.shape[0], weight.shape[1])
+    check_same_device(x=x, weight=weight, out=out)
+    if x.is_cuda:
+        torch.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
+        return out
+    return out.copy_(batched_linear_torch(x, weight))
 
 
 def batched_linear_torch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

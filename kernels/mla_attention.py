@@ -14,15 +14,22 @@ import numpy as np
 import torch
 
 from specgen.kernels._checks import check, check_same_device
+from specgen.kernels._mla_kernels import mla_join_kernel, mla_scores_kernel, mla_split_kernel, mla_values_kernel
 from specgen.kernels._mla_plan import KEYS, Slab, plan_slabs
-from specgen.kernels._triton import tl, triton
+from specgen.kernels._triton import pdl, triton
 from specgen.kernels.linear import item_product, rows_keep_bits
 
 _CPU_QUERIES = 4  # query tokens a tile
 # On CUDA: rows of a tile (queries x heads), keys a step, keys of a split. Never a function of the batch.
 _TILE_ROWS = 64
 _STEP_KEYS = 64
-_SPLIT_KEYS = 512
+_SPLIT_KEYS = 1024
+# Up to so many tiles a step's keys and values are spread over the machine; a matter of speed, bits are equal.
+_WIDE_TILES = 64
+_FEW_TILES = 8
+# Columns of the values a program takes, inner columns of a score's step and stages: for few tiles, and for more.
+_WIDE_FEW = (32, 128, 4)
+_WIDE_MORE = (128, 64, 4)
 _SCRATCH_BYTES = 256 << 20  # partial results held at once; a longer step runs in several launches
 _LOG2_E = 1.4426950408889634
 _NO_MAX = -1.0e30  # running maximum before the first key: finite, so that exp(max - max) is 1 and never NaN
@@ -48,8 +55,8 @@ def mla_attention(
     1] int32; seq_lens: [B] int32. Query token i of request b sits at position seq_lens[b] - query_len + i and sees the
     keys key_start..position. scale > 0 multiplies the scores; max_query_len and max_seq_len bound the step from the
     host.
-    Returns [T, H, R] in q's dtype; zeros for rows without a visible key, padded requests and tokens past the last
-    request.
+    Returns [T, H, R] in q's dtype; zeros for rows without a visible key and for padded requests. Rows past the last
+    request hold anything.
     Raises: ValueError on a wrong dtype or shape.
     Source: DeepSeek-V2, arXiv 2405.04434, section 2.1 and appendix C.
     """
@@ -182,298 +189,53 @@ def mla_attention_triton(
     max_seq_len: int,
     key_start: int = 0,
 ) -> torch.Tensor:
-    """Return what `mla_attention` returns, by one program a query tile, group of heads and split of the keys."""
+    """Return what `mla_attention` returns: the wide form for few tiles, else the whole one; then the splits' join."""
     num_tokens, num_heads, width = q.shape
     num_requests = idx_mapping.shape[0]
-    out = q.new_zeros(num_tokens, num_heads, kv_lora_rank)
+    out = q.new_empty(num_tokens, num_heads, kv_lora_rank)
     if num_tokens == 0 or num_requests == 0:
         return out
     heads = min(triton.next_power_of_2(num_heads), _TILE_ROWS)
     queries = _TILE_ROWS // heads
     rank = max(16, triton.next_power_of_2(kv_lora_rank))
+    rope = max(16, triton.next_power_of_2(width - kv_lora_rank))
     head_groups = triton.cdiv(num_heads, heads)
     splits = max(1, triton.cdiv(max_seq_len, _SPLIT_KEYS))
+    steps = max(1, triton.cdiv(max_seq_len, _STEP_KEYS))
     # Request b's tiles start at number query_start_loc[b] // queries + b: room enough for each, found without the host.
     num_tiles = num_tokens // queries + num_requests
-    tile_bytes = head_groups * splits * _TILE_ROWS * (rank + 2) * 4
-    tiles_a_launch = num_tiles if splits == 1 else max(1, min(num_tiles, _SCRATCH_BYTES // tile_bytes))
-    partial = out
-    if splits > 1:
-        partial = torch.empty(tile_bytes // 4 * tiles_a_launch, dtype=torch.float32, device=q.device)
-    shared = {
-        "HEADS": heads,
-        "QUERIES": queries,
-        "RANK": rank,
-        "SPLIT_KEYS": _SPLIT_KEYS,
-        "SEARCH": num_requests.bit_length(),
-        "SPLITS": splits,
-    }
+    is_wide = num_tiles * head_groups <= _WIDE_TILES
+    partial_bytes = head_groups * splits * _TILE_ROWS * (rank + 2) * 4 if splits > 1 else 0
+    scores_bytes = head_groups * steps * _TILE_ROWS * _STEP_KEYS * 4 if is_wide else 0
+    tiles_a_launch = max(1, min(num_tiles, _SCRATCH_BYTES // max(1, partial_bytes + scores_bytes)))
+    partial = torch.empty(partial_bytes // 4 * tiles_a_launch, dtype=torch.float32, device=q.device)
+    scores = torch.empty(scores_bytes // 4 * tiles_a_launch, dtype=torch.float32, device=q.device)
+    step = (block_tables, block_tables.stride(0), idx_mapping, query_start_loc, seq_lens)
+    shared = {"HEADS": heads, "QUERIES": queries, "SEARCH": num_requests.bit_length(), **pdl()}
+    cut = {"RANK": rank, "SPLIT_KEYS": _SPLIT_KEYS, "SPLITS": splits, **shared}
+    paged = {"BLOCK_SIZE": kv_cache.shape[1], "STEP_KEYS": _STEP_KEYS, "KEY_START": key_start}
+    sizes = (num_requests, num_heads, kv_lora_rank)
+    rope_width, scale_log2 = width - kv_lora_rank, scale * _LOG2_E
     for first_tile in range(0, num_tiles, tiles_a_launch):
-        grid_tiles = min(tiles_a_launch, num_tiles - first_tile)
-        _mla_split_kernel[(grid_tiles, head_groups, splits)](
-            q,
-            kv_cache,
-            block_tables,
-            block_tables.stride(0),
-            idx_mapping,
-            query_start_loc,
-            seq_lens,
-            out,
-            partial,
-            first_tile,
-            num_requests,
-            num_heads,
-            kv_lora_rank,
-            width - kv_lora_rank,
-            scale * _LOG2_E,
-            BLOCK_SIZE=kv_cache.shape[1],
-            ROPE=max(16, triton.next_power_of_2(width - kv_lora_rank)),
-            STEP_KEYS=_STEP_KEYS,
-            KEY_START=key_start,
-            NO_MAX=_NO_MAX,
-            num_warps=8,
-            num_stages=2,
-            **shared,
-        )
+        tiles = min(tiles_a_launch, num_tiles - first_tile)
+        if is_wide:
+            column_slice, chunk, stages = _WIDE_FEW if tiles * head_groups <= _FEW_TILES else _WIDE_MORE
+            column_slice = min(column_slice, rank)
+            mla_scores_kernel[(tiles, head_groups, steps)](
+                q, kv_cache, *step, scores, first_tile, *sizes, rope_width,
+                RANK=rank, ROPE=rope, CHUNK=min(chunk, rank), num_warps=4, num_stages=stages, **paged, **shared,
+            )  # fmt: skip
+            mla_values_kernel[(tiles, head_groups, splits * (rank // column_slice))](
+                scores, kv_cache, *step, out, partial, first_tile, num_requests, steps, *sizes[1:], rope_width,
+                scale_log2, SLICE=column_slice, num_warps=4, num_stages=3, **paged, **cut,
+            )  # fmt: skip
+        else:
+            mla_split_kernel[(tiles, head_groups, splits)](
+                q, kv_cache, *step, out, partial, first_tile, *sizes, rope_width, scale_log2,
+                ROPE=rope, num_warps=8, num_stages=2, **paged, **cut,
+            )  # fmt: skip
         if splits > 1:
-            _mla_join_kernel[(grid_tiles, head_groups, _TILE_ROWS)](
-                idx_mapping,
-                query_start_loc,
-                seq_lens,
-                partial,
-                out,
-                first_tile,
-                num_requests,
-                num_heads,
-                kv_lora_rank,
-                scale * _LOG2_E,
-                NO_MAX=_NO_MAX,
-                num_warps=4,
-                **shared,
+            mla_join_kernel[(tiles, head_groups, _TILE_ROWS)](
+                *step[2:], partial, out, first_tile, *sizes, scale_log2, num_warps=4, **cut
             )
     return out
-
-
-@triton.jit
-def _find_tile(
-    tile, idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES: tl.constexpr, SEARCH: tl.constexpr
-):
-    """Return a tile's (slot, first row of q, number of queries (0: no such tile), first position)."""
-    low = 0
-    high = num_requests
-    for _ in tl.static_range(SEARCH):
-        # The last request whose tiles start at or before this one; low stays below high.
-        middle = (low + high) // 2
-        start = tl.load(query_start_loc_ptr + middle) // QUERIES + middle
-        here = (start <= tile) & (middle < high)
-        low = tl.where(here, middle, low)
-        high = tl.where(here, high, middle)
-    request = low
-    row = tl.load(query_start_loc_ptr + request)
-    query_len = tl.load(query_start_loc_ptr + request + 1) - row
-    offset = (tile - (row // QUERIES + request)) * QUERIES
-    slot = tl.load(idx_mapping_ptr + request)
-    count = tl.where(slot >= 0, tl.minimum(tl.maximum(query_len - offset, 0), QUERIES), 0)
-    position = tl.load(seq_lens_ptr + request) - query_len + offset
-    return slot.to(tl.int64), (row + offset).to(tl.int64), count, position
-
-
-@triton.jit
-def _mla_step(
-    start,
-    end,
-    q_latent,
-    q_rope,
-    row_max,
-    row_sum,
-    acc,
-    positions,
-    cache_ptr,
-    table_ptr,
-    rank,
-    rope_width,
-    scale_log2,
-    BLOCK_SIZE: tl.constexpr,
-    STEP_KEYS: tl.constexpr,
-    KEY_START: tl.constexpr,
-    RANK: tl.constexpr,
-    ROPE: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Take in the keys start..start + STEP_KEYS. MASKED: some row may not see all of them, none sees one from `end` on.
-
-    The maximum stays in raw units: exp2((score - max) * scale) leaves nothing to contract into a fused multiply-add,
-    which would give the masked and the plain form other bits.
-    """
-    key = start + tl.arange(0, STEP_KEYS)
-    latent_column = tl.arange(0, RANK)
-    rope_column = tl.arange(0, ROPE)
-    if MASKED:
-        in_range = (key < end) & (key >= KEY_START)
-        block = tl.load(table_ptr + key // BLOCK_SIZE, mask=in_range, other=0).to(tl.int64)
-    else:
-        block = tl.load(table_ptr + key // BLOCK_SIZE).to(tl.int64)
-    cache_row = cache_ptr + (block * BLOCK_SIZE + key % BLOCK_SIZE) * (rank + rope_width)
-    latent_mask = (latent_column < rank)[None, :]
-    rope_mask = (rope_column < rope_width)[None, :]
-    if MASKED:
-        latent_mask = latent_mask & in_range[:, None]
-        rope_mask = rope_mask & in_range[:, None]
-    latent = tl.load(cache_row[:, None] + latent_column[None, :], mask=latent_mask, other=0.0)
-    rope = tl.load(cache_row[:, None] + rank + rope_column[None, :], mask=rope_mask, other=0.0)
-    if MASKED:
-        # A later query's key may be unwritten (a rejected draft's), and 0 * NaN would reach the queries before it.
-        is_finite = tl.abs(latent.to(tl.float32)) < float("inf")
-        latent = tl.where(is_finite, latent, 0.0).to(cache_ptr.dtype.element_ty)
-    scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
-    scores = tl.dot(q_rope, tl.trans(rope), scores, input_precision="ieee")
-    if MASKED:
-        visible = in_range[None, :] & (key[None, :] <= positions[:, None])
-        scores = tl.where(visible, scores, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, axis=1))
-    decay = tl.exp2((row_max - new_max) * scale_log2)
-    weights = tl.exp2((scores - new_max[:, None]) * scale_log2)
-    row_sum = row_sum * decay + tl.sum(weights, axis=1)
-    acc = tl.dot(weights.to(latent.dtype), latent, acc * decay[:, None], input_precision="ieee")
-    return new_max, row_sum, acc
-
-
-@triton.jit(do_not_specialize=["first_tile", "num_requests"])
-def _mla_split_kernel(
-    q_ptr,
-    cache_ptr,
-    block_tables_ptr,
-    block_tables_stride,
-    idx_mapping_ptr,
-    query_start_loc_ptr,
-    seq_lens_ptr,
-    out_ptr,
-    partial_ptr,
-    first_tile,
-    num_requests,
-    num_heads,
-    rank,
-    rope_width,
-    scale_log2,
-    HEADS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    RANK: tl.constexpr,
-    ROPE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    STEP_KEYS: tl.constexpr,
-    SPLIT_KEYS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SEARCH: tl.constexpr,
-    KEY_START: tl.constexpr,
-    NO_MAX: tl.constexpr,
-):
-    """One tile's rows against one split's keys: the result, or with several splits its partial (acc, max, sum)."""
-    split = tl.program_id(2)
-    slot, q_row, count, position = _find_tile(
-        first_tile + tl.program_id(0), idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES, SEARCH
-    )
-    low = split * SPLIT_KEYS
-    end = tl.minimum(low + SPLIT_KEYS, position + count)
-    if (count > 0) & (low < end):
-        ROWS: tl.constexpr = HEADS * QUERIES
-        row = tl.arange(0, ROWS)
-        head = tl.program_id(1) * HEADS + row % HEADS
-        query = row // HEADS
-        real = (head < num_heads) & (query < count)
-        latent_column = tl.arange(0, RANK)
-        rope_column = tl.arange(0, ROPE)
-        result_row = (q_row + query) * num_heads + head
-        q_rows = q_ptr + result_row[:, None] * (rank + rope_width)
-        q_latent = tl.load(
-            q_rows + latent_column[None, :], mask=real[:, None] & (latent_column < rank)[None, :], other=0.0
-        )
-        q_rope = tl.load(
-            q_rows + rank + rope_column[None, :], mask=real[:, None] & (rope_column < rope_width)[None, :], other=0.0
-        )
-        positions = position + query
-        table_ptr = block_tables_ptr + slot * block_tables_stride
-        row_max = tl.full([ROWS], NO_MAX, dtype=tl.float32)
-        row_sum = tl.zeros([ROWS], dtype=tl.float32)
-        acc = tl.zeros([ROWS, RANK], dtype=tl.float32)
-
-        # [low, lead): keys before KEY_START among them; [lead, full): every row sees all; [full, end): the causal edge.
-        lead = low
-        if KEY_START > 0:
-            lead = tl.minimum(tl.maximum((KEY_START + STEP_KEYS - 1) // STEP_KEYS * STEP_KEYS, low), end)
-        full = tl.maximum(tl.minimum((position + 1) // STEP_KEYS * STEP_KEYS, end // STEP_KEYS * STEP_KEYS), lead)
-        if KEY_START > 0:
-            for start in range(low, lead, STEP_KEYS):
-                row_max, row_sum, acc = _mla_step(
-                    start, end, q_latent, q_rope, row_max, row_sum, acc, positions, cache_ptr, table_ptr, rank,
-                    rope_width, scale_log2, BLOCK_SIZE, STEP_KEYS, KEY_START, RANK, ROPE, True,
-                )  # fmt: skip
-        for start in range(lead, full, STEP_KEYS):
-            row_max, row_sum, acc = _mla_step(
-                start, end, q_latent, q_rope, row_max, row_sum, acc, positions, cache_ptr, table_ptr, rank,
-                rope_width, scale_log2, BLOCK_SIZE, STEP_KEYS, KEY_START, RANK, ROPE, False,
-            )  # fmt: skip
-        for start in range(full, end, STEP_KEYS):
-            row_max, row_sum, acc = _mla_step(
-                start, end, q_latent, q_rope, row_max, row_sum, acc, positions, cache_ptr, table_ptr, rank,
-                rope_width, scale_log2, BLOCK_SIZE, STEP_KEYS, KEY_START, RANK, ROPE, True,
-            )  # fmt: skip
-
-        if SPLITS == 1:
-            result = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
-            target = out_ptr + result_row[:, None] * rank + latent_column[None, :]
-            mask = real[:, None] & (latent_column < rank)[None, :]
-            tl.store(target, result.to(out_ptr.dtype.element_ty), mask=mask)
-        else:
-            place = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * SPLITS + split
-            partial = partial_ptr + (place * ROWS + row) * (RANK + 2)
-            tl.store(partial[:, None] + latent_column[None, :], acc)
-            tl.store(partial + RANK, row_max)
-            tl.store(partial + RANK + 1, row_sum)
-
-
-@triton.jit(do_not_specialize=["first_tile", "num_requests"])
-def _mla_join_kernel(
-    idx_mapping_ptr,
-    query_start_loc_ptr,
-    seq_lens_ptr,
-    partial_ptr,
-    out_ptr,
-    first_tile,
-    num_requests,
-    num_heads,
-    rank,
-    scale_log2,
-    HEADS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    RANK: tl.constexpr,
-    SPLIT_KEYS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SEARCH: tl.constexpr,
-    NO_MAX: tl.constexpr,
-):
-    """Join one row's partial results, first split first."""
-    row = tl.program_id(2)
-    head = tl.program_id(1) * HEADS + row % HEADS
-    query = row // HEADS
-    _, q_row, count, position = _find_tile(
-        first_tile + tl.program_id(0), idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES, SEARCH
-    )
-    if (query < count) & (head < num_heads) & (position + query >= 0):
-        column = tl.arange(0, RANK)
-        first_place = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * SPLITS
-        total_max = tl.full([1], NO_MAX, dtype=tl.float32)
-        total = tl.zeros([1], dtype=tl.float32)
-        acc = tl.zeros([RANK], dtype=tl.float32)
-        for split in range(0, (position + query) // SPLIT_KEYS + 1):
-            partial = partial_ptr + ((first_place + split) * (HEADS * QUERIES) + row) * (RANK + 2)
-            part_max = tl.load(partial + RANK)
-            part_sum = tl.load(partial + RANK + 1)
-            new_max = tl.maximum(total_max, part_max)
-            decay = tl.exp2((total_max - new_max) * scale_log2)
-            weight = tl.exp2((part_max - new_max) * scale_log2)
-            total = total * decay + part_sum * weight
-            acc = acc * decay + tl.load(partial + column) * weight
-            total_max = new_max
-        result = acc / tl.where(total > 0, total, 1.0)
-        target = out_ptr + ((q_row + query) * num_heads + head) * rank
-        tl.store(target + column, result.to(out_ptr.dtype.element_ty), mask=column < rank)

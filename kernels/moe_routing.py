@@ -1,9 +1,9 @@
-"""DeepSeek-V3's choice of experts: sigmoid scores, a bias for the choice, groups first. It knows logits only."""
+"""The choice of experts: sigmoid scores with a bias, or softmax scores; groups first. It knows logits only."""
 
 import torch
 
 from specgen.kernels._checks import check, check_same_device
-from specgen.kernels._triton import tl, triton
+from specgen.kernels._triton import pdl, tl, triton, wait_for_inputs
 
 
 def route(
@@ -14,13 +14,17 @@ def route(
     topk_group: int,
     norm_topk_prob: bool,
     scaling_factor: float,
+    num_shared: int = 0,
+    softmax: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each token's expert weights and ids, best choice first, ties to the lowest id.
 
     router_logits: [T, E] float32; bias: [E] float32 or None, added for the choice only. The topk_group groups with the
     largest sum of their two best choices stay, then the top_k best choices within them; weights are the scores there,
-    divided by their sum if norm_topk_prob, times scaling_factor. A NaN is never preferred. Returns ([T, top_k] float32,
-    [T, top_k] int32).
+    divided by their sum if norm_topk_prob, times scaling_factor. softmax: scores are the logits' softmax, not their
+    sigmoid, and a group counts by its one best choice. A NaN is never preferred. Behind them come num_shared
+    experts that every token takes, ids E, E + 1, ..., with weight 1. Returns ([T, top_k + num_shared] float32, the same
+    int32).
     Raises: ValueError on a wrong dtype or shape, or impossible counts.
     Source: DeepSeek-V3, arXiv 2412.19437, eq. 12-16, with the node-limited routing of section 2.1.2.
     """
@@ -34,7 +38,7 @@ def route(
     if not 1 <= topk_group <= n_group or not 1 <= top_k <= topk_group * (num_experts // n_group):
         raise ValueError(f"top_k {top_k} experts from {topk_group} of {n_group} groups of {num_experts // n_group}")
     run = route_triton if router_logits.is_cuda else route_torch
-    return run(router_logits, bias, top_k, n_group, topk_group, norm_topk_prob, scaling_factor)
+    return run(router_logits, bias, top_k, n_group, topk_group, norm_topk_prob, scaling_factor, num_shared, softmax)
 
 
 def route_torch(
@@ -45,15 +49,21 @@ def route_torch(
     topk_group: int,
     norm_topk_prob: bool,
     scaling_factor: float,
+    num_shared: int = 0,
+    softmax: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what `route` returns, in plain torch. Stable sorts, as topk's order among ties is undefined."""
     num_tokens, num_experts = router_logits.shape
     # Not torch.sigmoid: its bits depend on where in the tensor an element lies.
-    scores = torch.exp(-router_logits).add_(1.0).reciprocal_()
+    if softmax:
+        shifted = torch.exp(router_logits - router_logits.amax(-1, keepdim=True))
+        scores = shifted / shifted.sum(-1, keepdim=True)
+    else:
+        scores = torch.exp(-router_logits).add_(1.0).reciprocal_()
     choice = (scores if bias is None else scores + bias).nan_to_num(float("-inf"), float("inf"), float("-inf"))
     if topk_group < n_group:
         grouped = choice.view(num_tokens, n_group, -1)
-        best = grouped.topk(min(2, grouped.shape[2]), dim=-1).values
+        best = grouped.topk(1 if softmax else min(2, grouped.shape[2]), dim=-1).values
         group_score = best[..., 0] + best[..., 1] if best.shape[2] == 2 else best[..., 0]
         dropped = group_score.sort(dim=-1, descending=True, stable=True).indices[:, topk_group:]
         group_mask = torch.zeros(num_tokens, n_group, dtype=torch.bool).scatter_(1, dropped, True)
@@ -65,7 +75,9 @@ def route_torch(
         for j in range(1, top_k):
             total += weights[:, j]
         weights /= (total + 1e-20)[:, None]
-    return weights.mul_(scaling_factor), ids.to(torch.int32)
+    shared = torch.arange(num_experts, num_experts + num_shared).expand(num_tokens, -1)
+    weights = torch.cat([weights.mul_(scaling_factor), torch.ones(num_tokens, num_shared)], dim=1)
+    return weights, torch.cat([ids, shared], dim=1).to(torch.int32)
 
 
 def route_triton(
@@ -76,11 +88,14 @@ def route_triton(
     topk_group: int,
     norm_topk_prob: bool,
     scaling_factor: float,
+    num_shared: int = 0,
+    softmax: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what `route` returns, by one program a token: repeated maxima, no sort."""
     num_tokens, num_experts = router_logits.shape
-    weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=router_logits.device)
-    ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device=router_logits.device)
+    num_chosen = top_k + num_shared
+    weights = torch.empty(num_tokens, num_chosen, dtype=torch.float32, device=router_logits.device)
+    ids = torch.empty(num_tokens, num_chosen, dtype=torch.int32, device=router_logits.device)
     if num_tokens:
         _route_kernel[(num_tokens,)](
             router_logits,
@@ -90,6 +105,7 @@ def route_triton(
             ids,
             scaling_factor,
             HAS_BIAS=bias is not None,
+            SOFTMAX=softmax,
             NORMALISE=norm_topk_prob,
             TOP_K=top_k,
             KEEP_GROUPS=topk_group,
@@ -97,8 +113,10 @@ def route_triton(
             GROUP_SIZE=num_experts // n_group,
             GROUPS=triton.next_power_of_2(n_group),
             SIZE=triton.next_power_of_2(num_experts // n_group),
-            PICKS=triton.next_power_of_2(top_k),
+            PICKS=triton.next_power_of_2(num_chosen),
+            SHARED=num_shared,
             num_warps=1,
+            **pdl(),
         )
     return weights, ids
 
@@ -112,6 +130,7 @@ def _route_kernel(
     ids_ptr,
     scaling_factor,
     HAS_BIAS: tl.constexpr,
+    SOFTMAX: tl.constexpr,
     NORMALISE: tl.constexpr,
     TOP_K: tl.constexpr,
     KEEP_GROUPS: tl.constexpr,
@@ -120,7 +139,10 @@ def _route_kernel(
     GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
     PICKS: tl.constexpr,
+    SHARED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     member = tl.arange(0, SIZE)
@@ -128,7 +150,12 @@ def _route_kernel(
     LAST: tl.constexpr = NUM_GROUPS * GROUP_SIZE
     expert = tl.where(exists, group[:, None] * GROUP_SIZE + member[None, :], LAST)
     logits = tl.load(logits_ptr + token * logits_stride + expert, mask=exists, other=0.0)
-    scores = 1.0 / (1.0 + tl.exp(-logits))
+    if SOFTMAX:
+        highest = tl.max(tl.max(tl.where(exists, logits, float("-inf")), axis=1), axis=0)
+        shifted = tl.where(exists, tl.exp(logits - highest), 0.0)
+        scores = shifted / tl.sum(tl.sum(shifted, axis=1), axis=0)
+    else:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
     choice = scores
     if HAS_BIAS:
         choice = scores + tl.load(bias_ptr + expert, mask=exists, other=0.0)
@@ -141,7 +168,7 @@ def _route_kernel(
         best = tl.max(choice, axis=1)
         at_best = tl.min(tl.where((choice == best[:, None]) & exists, expert, LAST), axis=1)
         group_score = best
-        if GROUP_SIZE > 1:
+        if GROUP_SIZE > 1 and not SOFTMAX:
             group_score = best + tl.max(tl.where(expert == at_best[:, None], float("-inf"), choice), axis=1)
         open_groups = group < NUM_GROUPS
         kept = group < 0
@@ -166,5 +193,9 @@ def _route_kernel(
         free = free & (expert != pick)
     if NORMALISE:
         weights = weights / (total + 1e-20)
-    tl.store(weights_ptr + token * TOP_K + pick_index, weights * scaling_factor, mask=pick_index < TOP_K)
-    tl.store(ids_ptr + token * TOP_K + pick_index, ids, mask=pick_index < TOP_K)
+    is_shared = pick_index >= TOP_K
+    weights = tl.where(is_shared, 1.0, weights * scaling_factor)
+    ids = tl.where(is_shared, LAST + pick_index - TOP_K, ids)
+    CHOSEN: tl.constexpr = TOP_K + SHARED
+    tl.store(weights_ptr + token * CHOSEN + pick_index, weights, mask=pick_index < CHOSEN)
+    tl.store(ids_ptr + token * CHOSEN + pick_index, ids, mask=pick_index < CHOSEN)

@@ -1,4 +1,4 @@
-"""RMS norm by row, with an optional residual sum in front. It knows rows of numbers only.
+"""RMS norm by row, with an optional residual sum, or a weighted sum and a residual, in front.
 
 Rounding follows transformers' DeepseekV3RMSNorm: normalise in float32, round to the input's dtype, then times the
 weight. Measured on the CPU (AVX-512, 1 and 2 threads): mean and float32 rsqrt give the same row bits for every number
@@ -10,7 +10,7 @@ from typing import overload
 import torch
 
 from specgen.kernels._checks import check, check_same_device
-from specgen.kernels._triton import tl, triton
+from specgen.kernels._triton import pdl, tl, triton, wait_for_inputs
 
 
 @overload
@@ -74,6 +74,7 @@ def rms_norm_triton(
             HAS_RESIDUAL=residual is not None,
             BLOCK=block,
             num_warps=max(1, min(8, block // 512)),
+            **pdl(),
         )
     return out if residual is None else (out, total)
 
@@ -91,10 +92,13 @@ def _rms_norm_kernel(
     eps,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < width
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
     x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + row * residual_stride + columns, mask=mask, other=0.0)
@@ -103,5 +107,114 @@ def _rms_norm_kernel(
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)
     normed = (wide * scale).to(x.dtype).to(tl.float32)
-    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * width + columns, (normed * weight).to(x.dtype), mask=mask)
+
+
+def combine_norm(
+    rows: torch.Tensor,
+    places: torch.Tensor | None,
+    weights: torch.Tensor,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (norm(total) * norm_weight, total), total = residual + sum over j of weights[:, j] * part j of the token.
+
+    rows: [n, H], contiguous; places: [T, k] int32, the row of a token's part j, None for row t * k + j; weights: [T, k]
+    float32; residual: [T, H], rows may be strided; norm_weight: [H]. The sum runs in float32 in the order of j and is
+    rounded before the residual is added. Returns contiguous [T, H] in rows' dtype. Raises: ValueError on a wrong dtype
+    or shape.
+    """
+    num_tokens, top_k = weights.shape
+    check("rows", rows, rows.dtype, None if places is not None else num_tokens * top_k, None)
+    check("weights", weights, torch.float32, None, None)
+    check("residual", residual, rows.dtype, num_tokens, rows.shape[1])
+    check("norm_weight", norm_weight, rows.dtype, rows.shape[1])
+    check_same_device(rows=rows, weights=weights, residual=residual, norm_weight=norm_weight)
+    if places is not None:
+        check("places", places, torch.int32, num_tokens, top_k)
+        check_same_device(rows=rows, places=places)
+    if not rows.is_contiguous() or not weights.is_contiguous() or not (places is None or places.is_contiguous()):
+        raise ValueError("rows, places and weights: expected contiguous tensors")
+    run = combine_norm_triton if rows.is_cuda else combine_norm_torch
+    return run(rows, places, weights, residual, norm_weight, eps)
+
+
+def combine_norm_torch(
+    rows: torch.Tensor,
+    places: torch.Tensor | None,
+    weights: torch.Tensor,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `combine_norm` returns, in plain torch."""
+    num_tokens, top_k = weights.shape
+    parts = (rows if places is None else rows.index_select(0, places.flatten())).view(num_tokens, top_k, -1)
+    total = parts[:, 0] * weights[:, 0, None]
+    for j in range(1, top_k):
+        total += parts[:, j] * weights[:, j, None]
+    out = rms_norm_torch(total.to(rows.dtype), norm_weight, eps, residual)
+    assert isinstance(out, tuple)
+    return out
+
+
+def combine_norm_triton(
+    rows: torch.Tensor,
+    places: torch.Tensor | None,
+    weights: torch.Tensor,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `combine_norm` returns, by one program a token."""
+    (num_tokens, top_k), width = weights.shape, rows.shape[1]
+    out = torch.empty(num_tokens, width, dtype=rows.dtype, device=rows.device)
+    total = torch.empty_like(out)
+    if num_tokens:
+        block = triton.next_power_of_2(width)
+        _combine_norm_kernel[(num_tokens,)](
+            rows, weights if places is None else places, weights, residual, residual.stride(0), norm_weight, out, total,
+            width, eps, HAS_PLACES=places is not None, TOP_K=top_k, BLOCK=block,
+            num_warps=max(1, min(8, block // 512)), **pdl(),
+        )  # fmt: skip
+    return out, total
+
+
+@triton.jit
+def _combine_norm_kernel(
+    rows_ptr,
+    places_ptr,
+    weights_ptr,
+    residual_ptr,
+    residual_stride,
+    norm_weight_ptr,
+    out_ptr,
+    total_ptr,
+    width,
+    eps,
+    HAS_PLACES: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    columns = tl.arange(0, BLOCK)
+    mask = columns < width
+    norm_weight = tl.load(norm_weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    acc = tl.zeros([BLOCK], dtype=tl.float32)
+    for j in tl.static_range(TOP_K):
+        row = token * TOP_K + j
+        weight = tl.load(weights_ptr + row)
+        if HAS_PLACES:
+            row = tl.load(places_ptr + row).to(tl.int64)
+        acc += weight * tl.load(rows_ptr + row * width + columns, mask=mask, other=0.0).to(tl.float32)
+    residual = tl.load(residual_ptr + token * residual_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    total = (acc.to(dtype).to(tl.float32) + residual).to(dtype)
+    tl.store(total_ptr + token * width + columns, total, mask=mask)
+    wide = total.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)
+    normed = (wide * scale).to(dtype).to(tl.float32)
+    tl.store(out_ptr + token * width + columns, (normed * norm_weight).to(dtype), mask=mask)

@@ -7,7 +7,7 @@ where an element lies; exp, division and products don't. The twin is built of th
 import torch
 
 from specgen.kernels._checks import check
-from specgen.kernels._triton import tl, triton
+from specgen.kernels._triton import pdl, tl, triton, wait_for_inputs
 
 _BLOCK = 1024
 
@@ -34,12 +34,13 @@ def silu_mul_triton(x: torch.Tensor) -> torch.Tensor:
     num_rows, half = x.shape[0], x.shape[1] // 2
     out = torch.empty(num_rows, half, dtype=x.dtype, device=x.device)
     if out.numel():
-        _silu_mul_kernel[(num_rows, triton.cdiv(half, _BLOCK))](x, x.stride(0), out, half, BLOCK=_BLOCK)
+        _silu_mul_kernel[(num_rows, triton.cdiv(half, _BLOCK))](x, x.stride(0), out, half, BLOCK=_BLOCK, **pdl())
     return out
 
 
 @triton.jit
-def _silu_mul_kernel(x_ptr, x_stride, out_ptr, half, BLOCK: tl.constexpr):
+def _silu_mul_kernel(x_ptr, x_stride, out_ptr, half, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < half

@@ -121,6 +121,22 @@ def names(wanted: str) -> Check:
     return check
 
 
+def rates() -> Check:
+    """Return a check for a list of numbers from 0 to 1, none above the one before it; gives it back as a tuple."""
+    wanted = "a list of numbers from 0 to 1 that do not rise, like [0.85, 0.7, 0.55]"
+    rate = number(0.0, 1.0, wanted=wanted)
+
+    def check(value: object) -> tuple[float, ...]:
+        if not isinstance(value, (list, tuple)) or not value:
+            raise _refuse(wanted, value)
+        found = tuple(rate(item) for item in value)
+        if any(later > earlier for earlier, later in zip(found, found[1:], strict=False)):
+            raise _refuse(wanted, value)
+        return found
+
+    return check
+
+
 def token_ids() -> Check:
     """Return a check for a list of token ids (ints from 0 to 2^31 - 1), which gives it back as a tuple."""
     wanted = "a list of token ids (integers from 0 to 2147483647)"
@@ -132,5 +148,74 @@ def token_ids() -> Check:
             if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item < 2**31:
                 raise _refuse(wanted, value)
         return tuple(value)
+
+    return check
+
+
+def text_or_texts(wanted: str) -> Check:
+    """Return a check for a text with something in it, or a list of such texts, which it gives back as a tuple."""
+    one, several = text(wanted), names(wanted)
+
+    def check(value: object) -> object:
+        if isinstance(value, str) or not value:
+            return one(value)
+        return several(value)
+
+    return check
+
+
+def mapping(wanted: str) -> Check:
+    """Return a check for an object whose keys are texts."""
+
+    def check(value: object) -> dict[str, Any]:
+        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+            raise _refuse(wanted, value)
+        return dict(value)
+
+    return check
+
+
+def text_or_texts(wanted: str) -> Check:
+    """Return a check for a text with something in it, or a list of such texts, which it gives back as a tuple."""
+    one, several = text(wanted), names(wanted)
+
+    def check(value: object) -> object:
+        if isinstance(value, str) or not value:
+            return one(value)
+        return several(value)
+
+    return check
+
+
+def mapping(wanted: str) -> Check:
+    """Return a check for an object whose keys are texts."""
+
+    def check(value: object) -> dict[str, Any]:
+        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+            raise _refuse(wanted, value)
+        return dict(value)
+
+    return check
+
+
+def text_or_texts(wanted: str) -> Check:
+    """Return a check for a text with something in it, or a list of such texts, which it gives back as a tuple."""
+    one, several = text(wanted), names(wanted)
+
+    def check(value: object) -> object:
+        if isinstance(value, str) or not value:
+            return one(value)
+        return several(value)
+
+    return check
+
+
+def mapping(wanted: str) -> Check:
+    """Return a check for an object whose keys are texts."""
+
+    def check(value: object) -> dict[str, Any]:
+        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+            raise _refuse(wanted, value)
+        return dict(value)
 
     return check

@@ -57,3 +57,13 @@ class EngineError(SpecgenError):
     """The engine stopped: its loop died, or the machine cannot hold what the recipe asks for."""
 
     code = "engine"
+
+
+class EngineStuckError(EngineError):
+    """The engine makes no progress and cannot be waited for. dump: what it was doing, as text."""
+
+    code = "engine_stuck"
+
+    def __init__(self, message: str, *, hint: str | None = None, dump: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.dump = dump

@@ -11,18 +11,14 @@ from typing import Any, NamedTuple
 
 from specgen import checks, yaml_lines
 from specgen.errors import RecipeError
-from specgen.model_path import bundled_models
+from specgen.model_path import HUB_ID, known_names
 from specgen.sampling_params import SamplingParams
 from specgen.seeds import draw_seed
 
-# Keys that people will look for and that this version does not have.
-_LATER = {
-    "input.messages": "chat messages are not supported by this version: give raw text under input.prompt",
-    "speculation.acceptance": "synthetic acceptance is not supported by this version",
-}
-
 
 def _key(default: Any, check: checks.Check) -> Any:
+    if isinstance(default, dict):  # dataclasses want a factory for it
+        return field(default_factory=lambda: dict(default), metadata={"check": check})
     return field(default=default, metadata={"check": check})
 
 
@@ -53,10 +49,19 @@ class ModelSection:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationSection:
-    """num_tokens: drafts a step (K), 0 is plain decoding. method: how drafts are judged."""
+    """num_tokens: drafts a step (K), 0 is plain decoding. method: how drafts are judged.
+
+    model: a draft head in place of the model's own: a bundled head's name, a folder or a hub id.
+
+    acceptance: with `synthetic`, which only `specgen bench` takes: P(the first i drafts accepted) for i from 1 up.
+    """
 
     num_tokens: int = _key(3, checks.integer(0, 16, wanted="an integer from 0 (plain decoding) to 16"))
-    method: str = _key("exact", checks.choice("exact", later=("ratio", "synthetic")))
+    method: str = _key("exact", checks.choice("exact", "ratio", "synthetic"))
+    model: str | None = _key(
+        None, checks.optional(checks.text("a bundled head's name, a folder or a hub id"), "null, the model's own,")
+    )
+    acceptance: tuple[float, ...] | None = _key(None, checks.optional(checks.rates(), "null"))
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -65,31 +70,75 @@ class SpeculationSection:
 
 @dataclass(frozen=True, slots=True)
 class InputSection:
-    """path: a JSONL file or `-` for stdin. prompt, id: names of columns. limit: only the first so many rows.
+    """Where rows come from, and what of a row is its prompt.
 
-    keep: columns of the user's own whose names are, or nearly are, sampling parameters: without it they are taken for
-    misplaced ones.
+    path: a file, a list or glob of files, `-` for stdin, a folder or hub id of a dataset. format: `auto` goes by name.
+    subset, split, streaming: of a dataset. id, prompt, messages: names of columns; `messages` (a chat) or `template`
+    (a Jinja text over columns) take the place of `prompt`. system: put before chats without a system message.
+    chat_template: a file in place of the model's own; template_args: what it is given further. max_prompt_tokens and
+    truncate: which prompts are too long, and whether they are cut. limit: only the first so many rows. duplicate_ids:
+    whether rows may share an id. keep: columns of the user's own whose names are, or nearly are, sampling parameters:
+    without it they are taken for misplaced ones.
     """
 
-    path: str | None = _key(None, checks.optional(checks.text("a file, or - for stdin"), ""))
-    prompt: str = _key("prompt", checks.text("the name of a column"))
+    path: str | tuple[str, ...] | None = _key(
+        None, checks.optional(checks.text_or_texts("a file, a list of files, or - for stdin"), "")
+    )
+    format: str = _key("auto", checks.choice("auto", "jsonl", "csv", "parquet", "arrow", "dataset", "openai-batch"))
+    subset: str | None = _key(None, checks.optional(checks.text("the name of a dataset's subset"), ""))
+    split: str = _key("train", checks.text("the name of a dataset's split"))
+    streaming: bool = _key(False, checks.boolean())
     id: str = _key("id", checks.text("the name of a column"))
+    duplicate_ids: str = _key("refuse", checks.choice("refuse", "keep"))
+    prompt: str = _key("prompt", checks.text("the name of a column"))
+    messages: str | None = _key(None, checks.optional(checks.text("the name of a column"), ""))
+    template: str | None = _key(None, checks.optional(checks.text("a Jinja template over columns"), ""))
+    system: str | None = _key(None, checks.optional(checks.text("a system prompt"), ""))
+    chat_template: str | None = _key(None, checks.optional(checks.text("a file with a Jinja chat template"), ""))
+    template_args: Mapping[str, Any] = _key({}, checks.mapping("an object of arguments for the chat template"))
+    max_prompt_tokens: int | None = _key(None, checks.optional(_count("tokens"), "null, what the model leaves,"))
+    truncate: str | None = _key(None, checks.optional(checks.choice("left", "middle"), "null, never,"))
     limit: int | None = _key(None, checks.optional(_count("rows"), "null, all rows,"))
     keep: tuple[str, ...] = _key((), checks.names("a list of names of columns"))
 
     def __post_init__(self) -> None:
-        """Check every value."""
+        """Check every value, and that there is one prompt."""
         _check_fields(self, "input")
+        given = [name for name in ("messages", "template") if getattr(self, name) is not None]
+        given += ["prompt"] if self.prompt != "prompt" else []
+        if len(given) > 1:
+            raise RecipeError(
+                f"input.{given[0]} and input.{given[1]} both say what the prompt is: one of them is enough"
+            )
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """All paths as they are written."""
+        return () if self.path is None else (self.path,) if isinstance(self.path, str) else self.path
+
+    @property
+    def name(self) -> str:
+        """What the input is called in messages."""
+        return ", ".join("stdin" if path == "-" else path for path in self.paths[:3]) + " …" * (len(self.paths) > 3)
 
 
 @dataclass(frozen=True, slots=True)
 class OutputSection:
-    """path: a JSONL file or `-` for stdout. order: of lines. on_error: of a bad row. token_ids: whether to add ids."""
+    """path: a JSONL file or `-` for stdout. order: of lines. on_error: of a bad row. token_ids: whether to add ids.
+
+    on_interrupt: what a signal does to rows in flight. fsync_seconds, fsync_rows: how often lines are forced to disk.
+    """
 
     path: str | None = _key(None, checks.optional(checks.text("a file, or - for stdout"), ""))
     order: str = _key("input", checks.choice("input", "completion"))
     on_error: str = _key("record", checks.choice("record", "stop"))
+    on_interrupt: str = _key("drop", checks.choice("drop", "finish"))
     token_ids: bool = _key(False, checks.boolean())
+    fsync_seconds: float | None = _key(
+        10.0,
+        checks.optional(checks.number(1e-3, 1e9, wanted="a number of seconds, 0 is always", zero=True), "null, off,"),
+    )
+    fsync_rows: int | None = _key(None, checks.optional(_count("rows"), "null, off,"))
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -101,9 +150,12 @@ class EngineSection:
     """The engine's size and manner.
 
     max_num_seqs: rows at once. max_num_batched_tokens: tokens a step. max_model_len: prompt and answer together, None
-    is the model's own limit. block_size: tokens of a KV block. num_blocks: None measures what fits into memory_fraction
+    is the model's own limit. block_size: tokens of a KV block, None is 64 on a GPU and 16 elsewhere. num_blocks: None
+    measures what fits into memory_fraction
     of the memory. async_scheduling: schedule a step while the last one runs; None is on with a GPU, where they overlap.
-    cuda_graphs: decode steps as one launch each, on a GPU.
+    cuda_graphs: decode steps as one launch each, on a GPU. group_prefixes: rows that begin alike run one after the
+    other, so that more of their prompts is found in the prefix cache. watchdog_seconds: without a step for so long, the
+    run ends.
     """
 
     max_num_seqs: int = _key(64, _count("rows at once"))
@@ -112,12 +164,21 @@ class EngineSection:
         None,
         checks.optional(checks.integer(2, 2**31 - 1, wanted="an integer from 2 up (tokens)"), "null, the model's own,"),
     )
-    block_size: int = _key(16, checks.integer(1, 1024, wanted="an integer from 1 to 1024 (tokens)"))
+    block_size: int | None = _key(
+        None,
+        checks.optional(
+            checks.integer(1, 1024, wanted="an integer from 1 to 1024 (tokens)"), "null, as the device wants,"
+        ),
+    )
     num_blocks: int | None = _key(None, checks.optional(_count("blocks"), "null, measured,"))
     memory_fraction: float = _key(0.85, checks.number(1e-6, 1.0, wanted="a number above 0 and up to 1"))
     enable_prefix_caching: bool = _key(True, checks.boolean())
     async_scheduling: bool | None = _key(None, checks.optional(checks.boolean(), "null, on with a GPU,"))
     cuda_graphs: bool = _key(True, checks.boolean())
+    group_prefixes: bool = _key(False, checks.boolean())
+    watchdog_seconds: float | None = _key(
+        600.0, checks.optional(checks.number(1e-3, 1e9, wanted="a number of seconds above 0"), "null, off,")
+    )
     exactness: str = _key("exact", checks.choice("exact", later=("fast",)))
 
     def __post_init__(self) -> None:
@@ -179,25 +240,34 @@ class _Setting(NamedTuple):
     origin: str
 
 
-def load_recipe(path: str | Path, sets: Sequence[str] = (), overrides: Mapping[str, object] | None = None) -> Recipe:
+def load_recipe(
+    path: str | Path,
+    sets: Sequence[str] = (),
+    overrides: Mapping[str, object] | None = None,
+    *,
+    for_bench: bool = False,
+) -> Recipe:
     """Return a file's recipe with `sets` ("a.b=c", c is YAML), then `overrides` (key path -> value) laid over it.
 
     A relative input.path, or a model.path that is a folder, is taken from the recipe's own folder when the file says
     it, and from the current directory when `sets` or `overrides` do; output.path always from the current directory.
-    A seed that nobody gave is drawn, so that the run can be repeated from the written recipe.
+    A seed that nobody gave is drawn, so that the run can be repeated from the written recipe. Synthetic acceptance is
+    refused unless the recipe is `for_bench`.
 
     Raises: RecipeError with the key path, file:line and the nearest real key.
     """
     path = Path(path)
     settings = [*_file_settings(path), *map(_parse_set, sets)]
     settings += [_Setting(key, value, "command line") for key, value in (overrides or {}).items()]
-    return _resolve(settings, path.parent)
+    return _resolve(settings, path.parent, for_bench)
 
 
 def recipe_from_settings(
     sets: Sequence[str] = (),
     defaults: Mapping[str, object] | None = None,
     overrides: Mapping[str, object] | None = None,
+    *,
+    for_bench: bool = False,
 ) -> Recipe:
     """Return a recipe made without a file: `defaults`, then `sets`, then `overrides`, as `load_recipe` lays them.
 
@@ -208,10 +278,10 @@ def recipe_from_settings(
     settings = [_Setting(key, value, "default") for key, value in (defaults or {}).items()]
     settings += map(_parse_set, sets)
     settings += [_Setting(key, value, "command line") for key, value in (overrides or {}).items()]
-    return _resolve(settings, Path())
+    return _resolve(settings, Path(), for_bench)
 
 
-def _resolve(settings: Sequence[_Setting], folder: Path) -> Recipe:
+def _resolve(settings: Sequence[_Setting], folder: Path, for_bench: bool) -> Recipe:
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for setting in settings:
@@ -227,7 +297,35 @@ def _resolve(settings: Sequence[_Setting], folder: Path) -> Recipe:
         name: section(**{key.split(".")[1]: value for key, value in values.items() if key.split(".")[0] == name})
         for name, section in SECTIONS.items()
     }
-    return Recipe(**sections, origins={key: origins.get(key, "default") for key in KEYS})
+    recipe = Recipe(**sections, origins={key: origins.get(key, "default") for key in KEYS})
+    _check_acceptance(recipe, for_bench)
+    return recipe
+
+
+def _check_acceptance(recipe: Recipe, for_bench: bool) -> None:
+    """Raise unless synthetic acceptance is asked for as a whole, by a benchmark, or not at all."""
+    speculation, origins = recipe.speculation, recipe.origins
+    if speculation.method != "synthetic":
+        if speculation.acceptance is not None:
+            raise RecipeError(
+                "speculation.acceptance has no effect here",
+                where=origins["speculation.acceptance"],
+                hint="it goes with speculation.method: synthetic, in specgen bench",
+            )
+        return
+    where = origins["speculation.method"]
+    if not for_bench:
+        raise RecipeError(
+            "speculation.method: synthetic accepts drafts by lot: its answers are no answers of the model",
+            where=where,
+            hint="it is for specgen bench only; leave speculation.method out",
+        )
+    if speculation.acceptance is None or len(speculation.acceptance) < speculation.num_tokens:
+        raise RecipeError(
+            f"speculation.method: synthetic needs {speculation.num_tokens} rates, one a draft",
+            where=where,
+            hint="give them as speculation.acceptance: [0.85, 0.7, 0.55]",
+        )
 
 
 def _checked(setting: _Setting) -> Any:
@@ -241,8 +339,6 @@ def _checked(setting: _Setting) -> Any:
 
 
 def _hint_for(path: str) -> str:
-    if path in _LATER:
-        return _LATER[path]
     section, _, name = path.partition(".")
     if path in KEYS:  # only from a file, which has it as one dotted key
         return f"write it as {name}: under {section}:"
@@ -264,13 +360,33 @@ def _hint_for(path: str) -> str:
 
 
 def _from_folder(path: str, value: Any, folder: Path) -> Any:
+    if path == "input.path" and isinstance(value, tuple):
+        return tuple(_from_folder(path, item, folder) for item in value)
     if not isinstance(value, str):
         return value
-    if path == "input.path" and value != "-":
+    if path == "input.path" and value != "-" and not _is_hub_id(value, folder):
         return str((folder / Path(value).expanduser()).absolute())
-    if path == "model.path" and value not in bundled_models() and (folder / Path(value).expanduser()).is_dir():
+    if path == "input.chat_template":
+        return str((folder / Path(value).expanduser()).absolute())
+    is_model = path in ("model.path", "speculation.model") and value not in known_names()
+    if is_model and (folder / Path(value).expanduser()).is_dir():
         return str((folder / Path(value).expanduser()).absolute())
     return value
+
+
+def _is_hub_id(value: str, folder: Path) -> bool:
+    """Whether an input's path names a dataset of the hub: owner/name, and nothing in the folder."""
+    return HUB_ID.fullmatch(value) is not None and not Path(value).suffix and not (folder / value).exists()
+
+
+def _is_hub_id(value: str, folder: Path) -> bool:
+    """Whether an input's path names a dataset of the hub: owner/name, and nothing in the folder."""
+    return HUB_ID.fullmatch(value) is not None and not Path(value).suffix and not (folder / value).exists()
+
+
+def _is_hub_id(value: str, folder: Path) -> bool:
+    """Whether an input's path names a dataset of the hub: owner/name, and nothing in the folder."""
+    return HUB_ID.fullmatch(value) is not None and not Path(value).suffix and not (folder / value).exists()
 
 
 def _parse_set(text: str) -> _Setting:

@@ -27,6 +27,8 @@ _PENALTY = checks.number(-2.0, 2.0, wanted="a number from -2 to 2")
 MAX_LOGIT_BIASES = 1024
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_IDS = 4096  # of all bad words together
+MAX_LOGPROBS = 20
+MAX_SAMPLES = 1024
 
 
 def _is_token_id(value: object) -> bool:
@@ -79,16 +81,33 @@ def _bad_words_ids(value: object) -> tuple[tuple[int, ...], ...]:
     return words
 
 
+def _stop(value: object) -> tuple[str, ...]:
+    """A text alone is a list of one."""
+    texts = (value,) if isinstance(value, str) else value
+    if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) and text for text in texts):
+        raise ValueError(f"must be a list of texts, none empty, not {checks.shown(value)}")
+    return tuple(texts)
+
+
+def _logprobs_check() -> checks.Check:
+    wanted = f"an integer from 0 (the token alone) to {MAX_LOGPROBS}"
+    return checks.optional(checks.integer(0, MAX_LOGPROBS, wanted=wanted), "null, off,")
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """The parameters of one row, each within its range.
 
     temperature: 0 picks the likeliest token. top_k: 0 is off. top_p: 1 is off. min_p: a share of the likeliest token's
-    probability, 0 is off. logit_bias: pairs of a token id and what is added to its logit. allowed_token_ids: no other
-    token is chosen, None is "all". bad_words_ids: sequences of tokens that never appear. repetition_penalty: over
-    prompt and output, 1 is off. frequency_penalty, presence_penalty: over the output, 0 is off. min_tokens: the first
-    so many tokens do not end the row, 0 is off. max_tokens: None is "to the model's limit". ignore_eos: EOS ids do not
-    end the row. stop_token_ids: further ids that do. seed: None is "none".
+    probability, 0 is off. typical_p: 1 is off. logit_bias: pairs of a token id and what is added to its logit.
+    allowed_token_ids: no other token is chosen, None is "all". bad_words_ids: sequences of tokens that never appear.
+    no_repeat_ngram_size: no sequence of so many tokens appears twice in prompt and output, 0 is off.
+    repetition_penalty: over prompt and output, 1 is off. frequency_penalty, presence_penalty: over the output, 0 is
+    off. min_tokens: the first so many tokens do not end the row, 0 is off. max_tokens: None is "to the model's limit".
+    ignore_eos: EOS ids do not end the row. stop_token_ids: further ids that do. stop: texts that do; include_stop:
+    whether the answer keeps the one that did. logprobs, prompt_logprobs: log-probabilities of each token and so many of the likeliest, None is off; logprobs_mode:
+    of the model's own logits (raw), or of what the token was drawn from (processed). n: samples of the row. seed: None
+    is "none".
 
     Raises: SamplingError naming the parameter, the value and what is allowed.
     """
@@ -100,9 +119,11 @@ class SamplingParams:
     top_k: int = _param(0, checks.integer(0, 2**31 - 1, wanted="an integer from 0 (off) up"))
     top_p: float = _param(1.0, checks.number(1e-30, 1.0, wanted="a number above 0 and up to 1 (off)"))
     min_p: float = _param(0.0, checks.number(0.0, 1.0, wanted="a number from 0 (off) to 1"))
+    typical_p: float = _param(1.0, checks.number(1e-30, 1.0, wanted="a number above 0 and up to 1 (off)"))
     logit_bias: tuple[tuple[int, float], ...] = _param((), _logit_bias)
     allowed_token_ids: tuple[int, ...] | None = _param(None, checks.optional(_allowed_token_ids, "null, every token,"))
     bad_words_ids: tuple[tuple[int, ...], ...] = _param((), _bad_words_ids)
+    no_repeat_ngram_size: int = _param(0, checks.integer(0, 2**31 - 1, wanted="an integer from 0 (off) up"))
     repetition_penalty: float = _param(
         1.0, checks.number(1e-6, 1e6, wanted="a number from 0.000001 to 1000000 (1 is off)")
     )
@@ -115,6 +136,12 @@ class SamplingParams:
     )
     ignore_eos: bool = _param(False, checks.boolean())
     stop_token_ids: tuple[int, ...] = _param((), checks.token_ids())
+    stop: tuple[str, ...] = _param((), _stop)
+    include_stop: bool = _param(False, checks.boolean())
+    logprobs: int | None = _param(None, _logprobs_check())
+    logprobs_mode: str = _param("raw", checks.choice("raw", "processed"))
+    prompt_logprobs: int | None = _param(None, _logprobs_check())
+    n: int = _param(1, checks.integer(1, MAX_SAMPLES, wanted=f"an integer from 1 to {MAX_SAMPLES}"))
     seed: int | None = _param(
         None, checks.optional(checks.integer(0, 2**63 - 1, wanted="an integer from 0 to 2^63 - 1"), "null, not given,")
     )

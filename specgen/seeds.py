@@ -14,11 +14,14 @@ def draw_seed() -> int:
     return secrets.randbits(63)
 
 
-def content_hash(prompt: str | Sequence[int]) -> str:
-    """Return 32 hex digits that depend on the prompt alone; a text and a list of ids never share them by design."""
+def content_hash(prompt: str | Sequence[int], kind: str = "text") -> str:
+    """Return 32 hex digits that depend on the prompt alone; a text and a list of ids never share them by design.
+
+    kind: of a text; one of another kind has another hash.
+    """
     if isinstance(prompt, str):
         # A lone surrogate may come out of JSON's \\ud800; it must hash, not raise.
-        data = b"text:" + prompt.encode("utf-8", "surrogatepass")
+        data = kind.encode() + b":" + prompt.encode("utf-8", "surrogatepass")
     else:
         data = b"ids:" + b",".join(b"%d" % token for token in prompt)
     return hashlib.blake2b(data, digest_size=16).hexdigest()

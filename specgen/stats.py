@@ -112,13 +112,15 @@ def is_looping(token_ids: Sequence[int]) -> bool:
 class RunStats:
     """Counts of a run: one `count_row` a finished row, in any order.
 
-    rows = ok + failed. empty: rows that finished without any text. looping: rows whose tail repeats (`is_looping`).
+    rows: those all of whose samples have ended. samples = ok + failed. empty: samples that finished without any text.
+    looping: samples whose tail repeats (`is_looping`).
     wall_seconds: from the first row read to the last line written, model loading excluded.
     sum_mean_accepted: sum over `num_means` rows of their own mean accepted length (for the macro mean).
     engine: what the engine says of itself (steps, seconds in target, sampling and draft, preemptions).
     """
 
     rows: int = 0
+    samples: int = 0
     ok: int = 0
     failed: int = 0
     blank_lines: int = 0
@@ -146,9 +148,11 @@ class RunStats:
         text: str = "",
         spec: SpecStats | None = None,
         error_code: str | None = None,
+        ends_row: bool = True,
     ) -> None:
-        """Count one row that has its output line; `error_code` makes it a failed one."""
-        self.rows += 1
+        """Count one sample that has its output line; `error_code` makes it a failed one."""
+        self.rows += ends_row
+        self.samples += 1
         self.finish_reasons[finish_reason] += 1
         self.prompt_tokens += prompt_tokens
         self.cached_tokens += cached_tokens
@@ -186,8 +190,8 @@ class RunStats:
         """Return what a reader of the output should know before using it, one sentence each."""
         found = []
         cut = self.finish_reasons["length"]
-        if self.rows and cut > _LENGTH_WARNING_SHARE * self.rows:
-            found.append(f"{cut} of {self.rows} rows were cut at their token limit: raise sampling.max_tokens")
+        if cut > _LENGTH_WARNING_SHARE * self.samples:
+            found.append(f"{cut} of {self.samples} answers were cut at their token limit: raise sampling.max_tokens")
         if self.empty:
             found.append(f"{counted(self.empty, 'row')} gave an empty answer")
         if self.looping:
@@ -201,6 +205,7 @@ class RunStats:
         """Return everything as plain JSON values: the content of `--stats FILE`."""
         return {
             "rows": self.rows,
+            "samples": self.samples,
             "ok": self.ok,
             "failed": self.failed,
             "blank_lines": self.blank_lines,

@@ -43,11 +43,14 @@ class Tokenizer:
         self.bos_token_id = self._bos_token_id(config, read_json(folder / "config.json"))
         self.prefix_ids = self._post_processor_prefix()
         bos = self.bos_token_id
+        self.bos_text: str | None = self._tokenizer.id_to_token(bos) if bos is not None else None
         if bos is not None and bos not in self.prefix_ids and config.get("add_bos_token") is True:
             self.prefix_ids = [bos, *self.prefix_ids]
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, with_prefix: bool = True) -> list[int]:
         """Return the ids of a prompt, BOS included where the model's tokenizer wants it.
+
+        with_prefix: False for a text that brings its special tokens itself, as a chat template's does.
 
         Raises: RowError if the text is not Unicode (a lone surrogate).
         """
@@ -55,14 +58,20 @@ class Tokenizer:
             text.encode("utf-8")
         except UnicodeEncodeError:
             raise RowError("the prompt holds half of a surrogate pair, which is no text", code="bad_text") from None
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        if ids and ids[0] == self.bos_token_id:
+        # As a batch of one: it leaves offsets out, and other threads in.
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        if not with_prefix or (ids and ids[0] == self.bos_token_id):
             return ids
         return self.prefix_ids + ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of the ids without special tokens; broken UTF-8 gives U+FFFD, unknown ids nothing."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of one id, also of a special token; bytes of half a character give U+FFFD."""
+        text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
         return text
 
     def token_to_id(self, token: str) -> int | None:
@@ -116,6 +125,15 @@ class TextStream:
             self._stream = None
         self._pieces.append(piece)
         return piece
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether pieces come no more, since the library refused some ids: see `decoded`."""
+        return self._stream is None
+
+    def decoded(self) -> str:
+        """Return `decode` of all ids so far: half a character at the end of it is U+FFFD."""
+        return self._tokenizer.decode(self._token_ids)
 
     def finish(self) -> str:
         """Return the text that was still held back; the row is over."""

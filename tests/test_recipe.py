@@ -86,8 +86,12 @@ def test_a_folder_beside_the_recipe_does_not_hide_a_bundled_model(tmp_path: Path
         ("model:\n  path: x\n  path: y\n", 3, ["model.path is given twice, first in line 2"]),
         ("model: {path: x}\nmodel: {path: y}\n", 2, ["model is given twice"]),
         ("engine: {exactness: fast}\n", 1, ["'fast' is not supported by this version"]),
-        ("speculation: {method: ratio}\n", 1, ["'ratio' is not supported by this version"]),
-        ("speculation: {method: synthetic}\n", 1, ["'synthetic' is not supported by this version"]),
+        ("speculation: {method: ratios}\n", 1, ["did you mean 'ratio'"]),
+        ("speculation: {method: synthetic}\n", 1, ["speculation.method: synthetic", "for specgen bench only"]),
+        ("speculation:\n  acceptance: [0.5]\n", 2, ["speculation.acceptance has no effect", "specgen bench"]),
+        ("speculation: {acceptance: [0.5, 0.6]}\n", 1, ["that do not rise", "not [0.5, 0.6]"]),
+        ("speculation: {acceptance: []}\n", 1, ["a list of numbers from 0 to 1"]),
+        ("speculation: {acceptance: [1.5]}\n", 1, ["a list of numbers from 0 to 1", "not 1.5"]),
         ("speculation: {method: exakt}\n", 1, ["did you mean 'exact'?"]),
         ("speculation: {num_tokens: 17}\n", 1, ["from 0 (plain decoding) to 16, not 17"]),
         ("speculation: {num_tokens: true}\n", 1, ["not True"]),
@@ -175,3 +179,11 @@ def test_columns_to_keep_are_a_list_of_names() -> None:
 def test_a_recipe_without_a_file() -> None:
     recipe = recipe_from_settings(["sampling.top_k=3"], {"model.path": "stories-7m", "sampling.top_k": 2})
     assert (recipe.model.path, recipe.sampling.top_k) == ("stories-7m", 3)
+
+
+def test_a_benchmark_may_accept_by_lot() -> None:
+    sets = ["speculation.method=synthetic", "speculation.num_tokens=2"]
+    recipe = recipe_from_settings([*sets, "speculation.acceptance=[0.9, 0.5, 0.5]"], for_bench=True)
+    assert recipe.speculation.acceptance == (0.9, 0.5, 0.5)
+    with pytest.raises(RecipeError, match=r"--set: .*needs 2 rates, one a draft"):
+        recipe_from_settings([*sets, "speculation.acceptance=[0.9]"], for_bench=True)

@@ -29,6 +29,26 @@ from specgen.sampling_params import PARAM_NAMES, SamplingError, SamplingParams, 
         ("min_p", -0.1),
         ("min_p", 1.01),
         ("min_p", "0.1"),
+        ("typical_p", 0),
+        ("typical_p", 1.01),
+        ("typical_p", None),
+        ("no_repeat_ngram_size", -1),
+        ("no_repeat_ngram_size", 1.5),
+        ("stop", ""),
+        ("stop", [""]),
+        ("stop", ["a", 5]),
+        ("stop", 5),
+        ("stop", None),
+        ("include_stop", 1),
+        ("logprobs", -1),
+        ("logprobs", 21),
+        ("logprobs", True),
+        ("logprobs_mode", "both"),
+        ("prompt_logprobs", 21),
+        ("prompt_logprobs", "5"),
+        ("n", 0),
+        ("n", 1025),
+        ("n", 1.0),
         ("logit_bias", 5),
         ("logit_bias", [5]),
         ("logit_bias", [[5, 1.0, 2]]),
@@ -112,6 +132,11 @@ def test_lists_become_tuples() -> None:
     assert hash(params) != hash(SamplingParams())
     SamplingParams(bad_words_ids=((1, 2, 3, 4),) * 1024)
     SamplingParams(logit_bias=tuple((i, 1.0) for i in range(1024)))
+
+
+def test_one_stop_string_is_a_list_of_one() -> None:
+    assert SamplingParams(stop="\n\n") == SamplingParams(stop=["\n\n"])  # type: ignore[arg-type]
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
 
 
 def test_a_row_without_any_token_is_refused() -> None:

@@ -11,7 +11,7 @@ import pytest
 HEAD = """
 import sys, time
 from specgen.cli.signals import Interrupts
-from specgen.job.writer import LineWriter
+from specgen.job.writer import FileSink, LineWriter
 def ready():
     print("ready", file=sys.stderr, flush=True)
 """
@@ -49,7 +49,7 @@ with Interrupts() as interrupts:
 
 def test_a_second_signal_ends_at_once_and_leaves_whole_lines(tmp_path: Path) -> None:
     code = f"""
-with Interrupts() as interrupts, LineWriter.open({str(tmp_path / "out")!r}, ordered=False) as writer:
+with Interrupts() as interrupts, LineWriter(FileSink({str(tmp_path / "out")!r}), ordered=False) as writer:
     interrupts.flush = writer.flush
     interrupts.hold()
     writer.put(0, b"x" * 20_000 + b"\\n")
@@ -63,5 +63,5 @@ with Interrupts() as interrupts, LineWriter.open({str(tmp_path / "out")!r}, orde
         time.sleep(0.3)
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=10) == 130
+        assert process.wait(timeout=10) == 143
     assert [len(line) for line in (tmp_path / "out").read_bytes().split(b"\n")] == [20_000, 100, 0]

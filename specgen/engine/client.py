@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -17,11 +18,24 @@ from specgen.engine.executor import UniProcExecutor
 from specgen.engine.kv_blocks import KVBlockManager
 from specgen.engine.request import EngineOutput, EngineRequest
 from specgen.engine.scheduler import Scheduler, SchedulerConfig
-from specgen.errors import EngineError
+from specgen.errors import EngineError, EngineStuckError
 from specgen.kernels.linear import cpu_linear_mode
+from specgen.model_path import resolve_head
 from specgen.models.config import read_config, resolve_max_model_len
+from specgen.models.weights import OnProgress
 from specgen.recipe import Recipe
-from specgen.worker.worker import DrafterFactory, Worker, WorkerConfig, resolve_device, resolve_dtype
+from specgen.worker.labels import StepLabels
+from specgen.worker.timing import DecodeTimes
+from specgen.worker.trace import StepTrace
+from specgen.worker.speculator import Drafting
+from specgen.worker.worker import (
+    DrafterFactory,
+    Worker,
+    WorkerConfig,
+    resolve_block_size,
+    resolve_device,
+    resolve_dtype,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +53,7 @@ class EngineClient:
         """Runs `build` and then the loop in a new thread; returns, or raises, when `build` does."""
         self._outputs: queue.SimpleQueue[list[EngineOutput] | BaseException] = queue.SimpleQueue()
         self._failure: BaseException | None = None
+        self._labels: StepLabels | None = None
         self._ready = threading.Event()
         start = time.perf_counter()
         self._thread = threading.Thread(target=self._run, args=(build, check), name="engine", daemon=True)
@@ -66,18 +81,25 @@ class EngineClient:
         eos_token_ids: Iterable[int],
         drafter_factory: DrafterFactory | None = None,
         check: bool = False,
+        on_load_progress: OnProgress | None = None,
+        random_weights: bool = False,
+        drafting: Drafting = Drafting(),
     ) -> EngineClient:
         """Loads the model in `folder` as the recipe says and starts the loop.
 
         `drafter_factory` replaces the model's draft layers; `check` asserts the conservation laws after every step.
+        `on_load_progress(bytes so far, in all)` is called from other threads while the weights are read. With
+        `random_weights`, `folder` needs to hold nothing but the model's configuration. `drafting`: how drafts are drawn.
 
         Raises:
             ModelError, EngineError, RecipeError: model, machine and recipe do not fit together.
         """
 
         def build() -> tuple[Worker, Scheduler]:
-            config = _worker_config(recipe, folder)
-            worker = Worker(config, drafter_factory)
+            config = replace(_worker_config(recipe, folder), drafting=drafting)
+            if random_weights:
+                config = replace(config, folder=None)
+            worker = Worker(config, drafter_factory, on_load_progress)
             caching = recipe.engine.enable_prefix_caching
             kv = KVBlockManager(worker.budget.num_blocks, config.block_size, config.max_model_len, caching)
             return worker, Scheduler(_scheduler_config(recipe, worker, eos_token_ids), kv)
@@ -140,15 +162,38 @@ class EngineClient:
 
     def engine_stats(self) -> dict[str, float | int]:
         """Steps, seconds by part (`specgen.worker.timing.PARTS`), and preemptions so far."""
-        timer = self._worker.runner.timer
+        timer, pool = self._worker.runner.timer, self._scheduler.kv.pool
         return {
             "steps": self._core.num_steps,
             **{f"{part}_seconds": value for part, value in timer.seconds.items()},
             "preemptions": self._scheduler.num_preemptions,
+            "kv_usage": 1 - pool.num_free_blocks / (pool.num_blocks - 1),
         }
 
+    def decode_times(self) -> dict[int, DecodeTimes]:
+        """Seconds of the decode-only steps so far, by their number of rows."""
+        return self._worker.runner.timer.decode_times
+
+    def trace_steps(self, path: Path, num_rows: int, num_steps: int) -> None:
+        """Writes a trace of `num_steps` of the next steady decode steps of `num_rows` rows to `path`."""
+        self._worker.trace = StepTrace(path, num_rows, num_steps)
+
+    def label_steps(self, wanted: bool) -> None:
+        """From now on steps run one operation at a time, inside ranges that a trace shows (or as before)."""
+        if self._labels is not None:
+            self._labels.remove()
+        model = self._worker.model
+        self._labels = StepLabels(self._worker.runner, (model.target, model.mtp)) if wanted else None
+
+    def time_parts(self, wanted: bool) -> None:
+        """From now on the parts of steps that run as one CUDA graph are (not) told; telling them stalls the device."""
+        self._worker.runner.timer.detailed = wanted
+
     def shutdown(self) -> None:
-        """Aborts what is left, ends the loop and drops the model. May be called twice."""
+        """Aborts what is left, ends the loop and drops the model. May be called twice.
+
+        Waits for the step that runs; a loop that stands still (`EngineStuckError`) is left to itself.
+        """
         if self._thread.is_alive():
             self._core.input_queue.put(Stop(drain=False))
             self._thread.join()
@@ -159,7 +204,8 @@ class EngineClient:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.shutdown()
+        if not isinstance(error, EngineStuckError):
+            self.shutdown()
 
 
 def _worker_config(recipe: Recipe, folder: Path) -> WorkerConfig:
@@ -175,12 +221,15 @@ def _worker_config(recipe: Recipe, folder: Path) -> WorkerConfig:
         max_num_seqs=recipe.engine.max_num_seqs,
         max_num_batched_tokens=recipe.engine.max_num_batched_tokens,
         max_model_len=max_model_len,
-        block_size=recipe.engine.block_size,
+        block_size=resolve_block_size(recipe.engine.block_size, device),
         num_blocks=recipe.engine.num_blocks,
         memory_fraction=recipe.engine.memory_fraction,
         num_speculative_tokens=recipe.speculation.num_tokens,
+        by_ratio=recipe.speculation.method == "ratio",
+        acceptance=recipe.speculation.acceptance,
         cuda_graphs=recipe.engine.cuda_graphs,
         tune_cpu_threads=True,
+        draft_folder=resolve_head(head) if (head := recipe.speculation.model) is not None else None,
     )
 
 

@@ -98,14 +98,15 @@ class KVBlockManager:
         """Tokens that one request can have computed when it owns the whole pool."""
         return (self.pool.num_blocks - 1) * self.block_size
 
-    def match_prefix(self, request: Request) -> int:
-        """Gives the request the cached blocks of its longest known prefix; returns the tokens they hold.
+    def match_prefix(self, request: Request, use_cache: bool = True) -> int:
+        """Gives the request the cached blocks of its longest known prefix, none unless `use_cache`; returns the tokens
+        they hold.
 
         At most `num_tokens - 1`, since a block is matched together with the token after it: one is left to compute.
         """
         assert not self._tables.get(request.request_id)
         blocks: list[int] = []
-        if self.enable_prefix_caching:
+        if self.enable_prefix_caching and use_cache:
             for i in range((request.num_tokens - 1) // self.block_size):
                 block = self.pool.cached.get(self._hash(request, i))
                 if block is None:

@@ -6,30 +6,54 @@ Knows tokens and counts. Does not know text, rows of files, or devices.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from specgen.sampling_params import SamplingParams
 from specgen.stats import SpecStats
 
 EOS_NAME = "<eos>"
+NAN_TOKEN = -2  # in place of a sampled token whose logits are not numbers
+
+
+class StopCheck(Protocol):
+    """Looks for stop strings in one row's text, of which the engine knows nothing."""
+
+    def push(self, token_id: int) -> tuple[str, int] | None:
+        """Takes the next token; the string with which the text ends now, and the character where it begins."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One prompt to continue. `seed` is the row's 64-bit noise seed; `request_id` is unique within an engine."""
+    """One prompt to continue. `seed` is the row's 64-bit noise seed; `request_id` is unique within an engine.
+
+    `new_stop_check` makes what looks for `params.stop`, anew for each run of the request.
+    """
 
     request_id: int
     prompt_token_ids: list[int]
     params: SamplingParams
     seed: int
+    new_stop_check: Callable[[], StopCheck] | None = None
+
+
+class TokenLogprob(NamedTuple):
+    """A token's log-probability, -inf if it was ruled out, and those of the likeliest tokens, as (id, value) pairs."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 class EngineOutput(NamedTuple):
     """Tokens that a request gained in a step; with `finish_reason` it is the request's last output.
 
-    `finish_reason` is "stop" | "length" | "error" | "abort" | None; `stop` is "<eos>" or the stop token id.
-    `stats` is set on the last output only.
+    `finish_reason` is "stop" | "length" | "error" | "abort" | None; `stop` is "<eos>", the stop token id or the stop
+    string, and `stop_at` the character of the answer's text where that string begins. `stats` and `prompt_logprobs`
+    (None for the first token, which follows nothing) are set on the last output only. `logprobs`: of the new tokens,
+    if the row wants them.
     """
 
     request_id: int
@@ -39,6 +63,10 @@ class EngineOutput(NamedTuple):
     stats: SpecStats | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    error_code: str | None = None
+    stop_at: int | None = None
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
 
 class Status(enum.Enum):
@@ -80,6 +108,9 @@ class Request:
     finish_reason: str | None = None
     stop: str | int | None = None
     stats: SpecStats = field(default_factory=SpecStats)
+    stop_check: StopCheck | None = None
+    stop_at: int | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -105,6 +136,11 @@ class Request:
     def num_tokens_left(self) -> int:
         """Upper bound of the tokens that a step scheduled now can still add (each step in flight adds at least one)."""
         return self.max_tokens - self.num_output_tokens - self.num_sampling_steps_in_flight
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of prompt tokens are wanted and not there yet: no cached KV may stand in for them."""
+        return self.prompt_logprobs is not None and None in self.prompt_logprobs[1:]
 
     @property
     def is_finished(self) -> bool:

@@ -11,11 +11,21 @@ out, and recomputed later. Drafts shrink before anybody is preempted.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 from specgen.engine.kv_blocks import KVBlockManager
-from specgen.engine.request import EOS_NAME, EngineOutput, EngineRequest, Request, Status
+from specgen.engine.request import (
+    EOS_NAME,
+    NAN_TOKEN,
+    EngineOutput,
+    EngineRequest,
+    Request,
+    Status,
+    TokenLogprob,
+)
 from specgen.sampling_params import SamplingParams
 
 
@@ -89,10 +99,25 @@ class SchedulerOutput:
         return sum(row.num_tokens for row in self.rows)
 
 
+class PromptLogprobs(NamedTuple):
+    """Log-probabilities of prompt tokens from index `first` on."""
+
+    first: int
+    values: list[TokenLogprob]
+
+
 class ModelRunnerOutput(NamedTuple):
-    """What a step sampled: for each row, in order, its committed token ids ([] for an unfinished prefill)."""
+    """What a step sampled: for each row, in order, its committed token ids ([] for an unfinished prefill).
+
+    `NAN_TOKEN` stands for a token that could not be sampled.
+
+    logprobs: those of each row's tokens, [] for a row that wants none; None if no row does. prompt_logprobs: by the
+    index of the row.
+    """
 
     sampled_token_ids: list[list[int]]
+    logprobs: list[list[TokenLogprob]] | None = None
+    prompt_logprobs: Mapping[int, PromptLogprobs] = MappingProxyType({})
 
 
 class Scheduler:
@@ -127,6 +152,8 @@ class Scheduler:
             return EngineOutput(new.request_id, [], "error", error=message)
         if num_prompt > self.kv.max_request_tokens():
             return EngineOutput(new.request_id, [], "error", error=self._too_long_for_the_pool(num_prompt))
+        if new.params.stop and new.new_stop_check is None:
+            return EngineOutput(new.request_id, [], "error", error="stop strings need a tokenizer, and there is none")
         assert new.request_id not in self.requests, "request ids are unique"
         request = Request(
             request_id=new.request_id,
@@ -136,6 +163,8 @@ class Scheduler:
             max_tokens=min(new.params.max_tokens or limit, limit - num_prompt),
             stop_ids=frozenset(new.params.stop_token_ids),
             token_ids=list(new.prompt_token_ids),
+            stop_check=new.new_stop_check() if new.params.stop and new.new_stop_check is not None else None,
+            prompt_logprobs=[None] * num_prompt if new.params.prompt_logprobs is not None else None,
         )
         self.requests[request.request_id] = request
         self.waiting.append(request)
@@ -195,7 +224,7 @@ class Scheduler:
             request = self.waiting[0]
             if request.num_steps_in_flight:
                 return  # a step scheduled before its preemption still owes it tokens
-            num_cached = self.kv.match_prefix(request)
+            num_cached = self.kv.match_prefix(request, use_cache=not request.lacks_prompt_logprobs)
             # a draft layer j > 0 reads the layer below one position back: behind a hit, recompute those without writing
             request.num_computed_tokens = max(0, num_cached - max(0, self.config.num_draft_layers - 1))
             num_new = min(request.num_tokens - request.num_computed_tokens, budget)
@@ -289,16 +318,21 @@ class Scheduler:
     def update_from_output(self, out: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineOutput]:
         """Appends the sampled tokens one by one, with the stop check after each; publishes blocks that became final."""
         outputs = []
-        for row, sampled in zip(out.rows, result.sampled_token_ids, strict=True):
+        for b, (row, sampled) in enumerate(zip(out.rows, result.sampled_token_ids, strict=True)):
             request = self.requests.get(row.request_id)
             if request is None:
                 continue  # ended while the step was in flight
-            output = self._update_row(request, row, sampled)
+            if (part := result.prompt_logprobs.get(b)) is not None:
+                assert request.prompt_logprobs is not None
+                request.prompt_logprobs[part.first : part.first + len(part.values)] = part.values
+            output = self._update_row(request, row, sampled, result.logprobs[b] if result.logprobs is not None else [])
             if output is not None:
                 outputs.append(output)
         return outputs
 
-    def _update_row(self, request: Request, row: ScheduledRow, sampled: list[int]) -> EngineOutput | None:
+    def _update_row(
+        self, request: Request, row: ScheduledRow, sampled: list[int], logprobs: Sequence[TokenLogprob] = ()
+    ) -> EngineOutput | None:
         request.num_steps_in_flight -= 1
         request.num_sampling_steps_in_flight -= row.samples
         stale = row.epoch != request.num_preemptions
@@ -311,15 +345,25 @@ class Scheduler:
         if row.samples:
             num_accepted = min(len(sampled) - 1, len(kept))
             request.stats.observe(row.num_draft_tokens, num_accepted, len(kept))
+        if request.finish_reason == "error":
+            message = f"the model's logits are not numbers (NaN) at output token {request.num_output_tokens}"
+            return self._fail(request, message)._replace(new_token_ids=kept, error_code="nan_logits")
         if not stale:
             self.kv.publish(request, request.num_tokens - 1 if sampled else row.num_computed_after)
         if request.finish_reason is not None:
             self._finish(request, request.finish_reason, request.stop)
-        return self._output(request, kept) if kept else None
+        if not kept:
+            return None
+        if request.params.logprobs is None:
+            return self._output(request, kept)
+        return self._output(request, kept)._replace(logprobs=list(logprobs[: len(kept)]))
 
     def _append(self, request: Request, sampled: list[int]) -> list[int]:
         kept = []
         for token in sampled:
+            if token == NAN_TOKEN:
+                request.finish_reason = "error"
+                break
             request.token_ids.append(token)
             kept.append(token)
             self._check_stop(request, token)
@@ -332,6 +376,9 @@ class Scheduler:
             request.finish_reason, request.stop = "stop", EOS_NAME
         elif token in request.stop_ids:
             request.finish_reason, request.stop = "stop", token
+        elif request.stop_check is not None and (found := request.stop_check.push(token)) is not None:
+            request.finish_reason = "stop"
+            request.stop, request.stop_at = found
         elif request.num_output_tokens >= request.max_tokens:
             request.finish_reason = "length"
 
@@ -389,6 +436,8 @@ class Scheduler:
             request.stop,
             request.stats,
             request.num_cached_tokens,
+            stop_at=request.stop_at,
+            prompt_logprobs=request.prompt_logprobs,
         )
 
     def check(self) -> None:

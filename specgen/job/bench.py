@@ -1,138 +1,147 @@
-"""Plain against speculative decoding, in one run and on the same rows.
+"""Decoding with several numbers of drafts, timed in one run and on the same rows.
 
-Knows how to time an engine fairly: the two configurations alternate, each round on a fresh engine (no prefix cache left
-over, no two models in memory), start-up and a warm-up row excluded, medians over rounds. Prints nothing.
+Knows how to time an engine fairly. Rows of a file: the configurations alternate, each round on a fresh engine (no
+prefix cache left over, no two models in memory). Shapes: prompts of random ids, all rounds and shapes of one
+configuration on one engine, since building it anew takes long where the model is large; the prefix cache is off.
+Start-up and a warm-up are excluded; figures are medians over rounds. Prints nothing.
 """
 
-import statistics
+import itertools
+import random
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from specgen.engine.request import EngineOutput, EngineRequest
-from specgen.errors import EngineError, InputError, RowError
+from specgen.errors import EngineError, InputError, RecipeError, RowError
+from specgen.job.bench_result import NO_MACHINE, BenchResult, Case, Machine, Round, Shape, Side
+from specgen.job.inputs import Input
 from specgen.job.job import Engine
 from specgen.job.peer import PeerResult
 from specgen.job.prompts import PromptBuilder
-from specgen.job.readers import BadRow, Row, RowReader, no_rows, open_input
+from specgen.job.readers import BadRow, Row, no_rows
+from specgen.job.trace import idle, read_trace
 from specgen.recipe import Recipe
+from specgen.seeds import row_seed
 from specgen.stats import SpecStats, counted
 from specgen.tokenizer import Tokenizer
+from specgen.worker.timing import DecodeTimes
+from specgen.worker.trace import StepTrace
 
-MakeEngine = Callable[[Recipe], AbstractContextManager[Engine]]
 # Seconds between two outputs after which a benchmark gives up.
 _SILENCE_SECONDS = 300.0
 _WARM_UP_TOKENS = 8
-# Parts of a step, as the engine counts them; "graph" is a decode step that ran as one CUDA graph, with all its parts.
-BENCH_PARTS = ("total", "graph", "target", "sampling", "draft")
+_SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")
+
+
+class BenchEngine(Engine, Protocol):
+    """What a benchmark needs of an engine beside what a job does."""
+
+    description: dict[str, object]
+
+    def decode_times(self) -> Mapping[int, DecodeTimes]:
+        """Return the times of the decode-only steps so far, by number of rows."""
+
+    def time_parts(self, wanted: bool) -> None:
+        """Tell the parts of steps that run as one launch from now on, or no longer."""
+
+    def trace_steps(self, path: Path, num_rows: int, num_steps: int) -> None:
+        """Write a trace of `num_steps` of the next steady decode steps of `num_rows` rows."""
+
+    def label_steps(self, wanted: bool) -> None:
+        """Run steps one operation at a time from now on, in ranges that a trace shows, or as before."""
+
+
+MakeEngine = Callable[[Recipe], AbstractContextManager[BenchEngine]]
+
+
+class Workload(NamedTuple):
+    """The requests of one pass; `shape` is None for the rows of a file."""
+
+    shape: Shape | None
+    requests: Callable[[Recipe, BenchEngine], list[EngineRequest]]
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
-    """One timed pass over all rows.
+class BenchPlan:
+    """What to measure: every recipe (they differ in K) over every workload.
 
-    seconds: from the first row given to the last one ended. engine: what its counters gained meanwhile.
+    keep_engine: all rounds of a recipe on one engine, else a fresh one for each, in turns. full_warm_up: a whole pass,
+    which meets every size of a batch; else a few tokens of one row.
     """
 
-    seconds: float
-    completion_tokens: int
-    spec: SpecStats
-    engine: dict[str, float]
-    token_ids: dict[int, list[int]] = field(repr=False)
+    recipes: Sequence[Recipe]
+    workloads: Sequence[Workload]
+    num_rounds: int = 3
+    keep_engine: bool = False
+    full_warm_up: bool = False
+    trace_path: Path | None = None
 
-    @property
-    def tokens_per_second(self) -> float:
-        """Output tokens a second."""
-        return self.completion_tokens / self.seconds
-
-    def ms_per_step(self, part: str) -> float:
-        """Milliseconds a step spent in `part`, one of `BENCH_PARTS`; "total" is the wall clock."""
-        steps = self.engine.get("steps", 0.0)
-        seconds = self.seconds if part == "total" else self.engine.get(f"{part}_seconds", 0.0)
-        return 1e3 * seconds / steps if steps else 0.0
-
-
-@dataclass(slots=True)
-class Side:
-    """All rounds of one configuration (K drafts a step); every figure is a median over them."""
-
-    num_tokens: int
-    rounds: list[Round] = field(default_factory=list)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Output tokens a second."""
-        return statistics.median(r.tokens_per_second for r in self.rounds)
-
-    def ms_per_step(self, part: str) -> float:
-        """Milliseconds a step spent in `part`, see `Round.ms_per_step`."""
-        return statistics.median(r.ms_per_step(part) for r in self.rounds)
-
-    @property
-    def spec(self) -> SpecStats:
-        """Counts of the last round (the same in every round, as the tokens are)."""
-        return self.rounds[-1].spec
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the figures as plain JSON values."""
-        return {
-            "num_tokens": self.num_tokens,
-            "tokens_per_second": round(self.tokens_per_second, 2),
-            "tokens_per_second_rounds": [round(r.tokens_per_second, 2) for r in self.rounds],
-            "completion_tokens": self.rounds[-1].completion_tokens,
-            "steps": self.rounds[-1].engine.get("steps", 0.0),
-            "ms_per_step": {part: round(self.ms_per_step(part), 4) for part in BENCH_PARTS},
-            "spec": {
-                **self.spec.as_dict(),
-                "acceptance_rate": round(self.spec.acceptance_rate, 4),
-                "acceptance_per_pos": [round(rate, 4) for rate in self.spec.acceptance_per_pos],
-            },
-        }
+    def trace_path_of(self, workload: Workload, recipe: Recipe) -> Path | None:
+        """The file for a trace: the path itself, or where there are several, one beside it with shape and K."""
+        path = self.trace_path
+        if path is None or len(self.recipes) * len(self.workloads) == 1:
+            return path
+        shape = f"-{workload.shape}" if workload.shape is not None else ""
+        stem, dot, suffixes = path.name.partition(".")
+        return path.with_name(f"{stem}{shape}-k{recipe.speculation.num_tokens}{dot}{suffixes}")
 
 
-@dataclass(slots=True)
-class BenchResult:
-    """What a benchmark measured."""
+def parse_shapes(texts: Sequence[str]) -> list[Shape]:
+    """Return the shapes in texts like "1x512x256,32x512x256".
 
-    rows: int
-    prompt_tokens: int
-    plain: Side
-    speculative: Side
-    peer: PeerResult | None = None
+    Raises: RecipeError for one that is no shape.
+    """
+    shapes = []
+    for text in ",".join(texts).split(","):
+        match = _SHAPE.fullmatch(text.strip())
+        if match is None or min(map(int, match.groups())) < 1:
+            raise RecipeError(
+                f"{text!r} is no shape", where="--shape", hint="ROWSxINxOUT, like 32x512x256: rows, prompt, answer"
+            )
+        shapes.append(Shape(*map(int, match.groups())))
+    return shapes
 
-    @property
-    def speedup(self) -> float:
-        """Output tokens/s of the speculative side over the plain one."""
-        return self.speculative.tokens_per_second / self.plain.tokens_per_second
 
-    @property
-    def num_different_rows(self) -> int:
-        """Rows whose token ids were not the same in every round of both sides; exactness says 0."""
-        rounds = [*self.plain.rounds, *self.speculative.rounds]
-        first = rounds[0].token_ids
-        return sum(any(r.token_ids[row] != ids for r in rounds[1:]) for row, ids in first.items())
+def shape_workload(shape: Shape) -> Workload:
+    """Return rows of random token ids, each answered to its full length."""
 
-    @property
-    def num_rows_like_peer(self) -> int:
-        """Rows whose token ids are the peer's."""
-        ours = list(self.speculative.rounds[-1].token_ids.values())
-        theirs = self.peer.token_ids if self.peer is not None else []
-        return sum(a == b for a, b in zip(ours, theirs, strict=False))
+    def requests(recipe: Recipe, engine: BenchEngine) -> list[EngineRequest]:
+        ids = random.Random(str(shape))
+        run_seed = recipe.sampling.seed or 0
+        params = replace(recipe.sampling, max_tokens=shape.output_tokens, ignore_eos=True, stop_token_ids=())
+        return [
+            EngineRequest(
+                i,
+                [ids.randrange(engine.vocab_size) for _ in range(shape.prompt_tokens)],
+                params,
+                row_seed(run_seed, f"bench:{i}"),
+            )
+            for i in range(shape.rows)
+        ]
 
-    def as_dict(self) -> dict[str, object]:
-        """Return everything as plain JSON values: the content of `--json`."""
-        return {
-            "rows": self.rows,
-            "prompt_tokens": self.prompt_tokens,
-            "rounds": len(self.plain.rounds),
-            "plain": self.plain.as_dict(),
-            "speculative": self.speculative.as_dict(),
-            "speedup": round(self.speedup, 4),
-            "equal": self.num_different_rows == 0,
-            "different_rows": self.num_different_rows,
-            "peer": self.peer.as_dict() if self.peer is not None else None,
-        }
+    return Workload(shape, requests)
+
+
+def rows_workload(rows: Sequence[Row], tokenizer: Tokenizer) -> Workload:
+    """Return the rows of a file, as a run would prompt them."""
+
+    def requests(recipe: Recipe, engine: BenchEngine) -> list[EngineRequest]:
+        builder = PromptBuilder(recipe, tokenizer, max_model_len=engine.max_model_len, vocab_size=engine.vocab_size)
+        found = []
+        for row in rows:
+            try:
+                prompt = builder.build(row)
+            except RowError as error:
+                raise InputError(str(error), where=f"{recipe.input.name}:{row.line}") from None
+            found.append(EngineRequest(row.index, prompt.token_ids, prompt.params, prompt.seed))
+        return found
+
+    return Workload(None, requests)
 
 
 def read_bench_rows(recipe: Recipe, num_rows: int) -> list[Row]:
@@ -140,85 +149,141 @@ def read_bench_rows(recipe: Recipe, num_rows: int) -> list[Row]:
 
     Raises: InputError if one of them is broken, or there is none.
     """
-    path = str(recipe.input.path)
+    source = Input(recipe.input)
     rows: list[Row] = []
-    limit = min(num_rows, recipe.input.limit or num_rows)
-    with open_input(path) as stream:
-        for row in RowReader(stream, where=path, id_column=recipe.input.id, limit=limit):
-            if isinstance(row, BadRow):
-                raise InputError(str(row.error), where=f"{path}:{row.line}")
-            rows.append(row)
+    for row in itertools.islice(source.rows(unique_ids=True), num_rows):
+        if isinstance(row, BadRow):
+            raise InputError(str(row.error), where=f"{source.name}:{row.line}")
+        rows.append(row)
     if not rows:
-        raise no_rows(path)
+        raise no_rows(source.name)
     return rows
 
 
 def run_bench(
-    recipe: Recipe,
-    rows: Sequence[Row],
-    tokenizer: Tokenizer,
+    plan: BenchPlan,
     make_engine: MakeEngine,
     *,
-    num_rounds: int = 3,
-    on_round: Callable[[str], None] | None = None,
+    machine: Machine = NO_MACHINE,
+    on_note: Callable[[str], None] = lambda note: None,
     run_peer: Callable[[list[list[int]]], PeerResult] | None = None,
 ) -> BenchResult:
-    """Return the figures of `recipe` with and without its speculation, `num_rounds` rounds each, alternated.
+    """Return the figures of every recipe of the plan over every workload.
 
-    on_round: told what is about to run. run_peer: runs the prompts (token ids) elsewhere, last.
+    machine: for the floors. on_note: told what is about to run. run_peer: runs the prompts (token ids) elsewhere, last.
 
     Raises: InputError for a row that cannot be run, EngineError if a row failed.
     """
-    assert rows and num_rounds > 0
-    plain_recipe = replace(recipe, speculation=replace(recipe.speculation, num_tokens=0))
-    plain, speculative = Side(0), Side(recipe.speculation.num_tokens)
-    prompts: list[list[int]] = []
-    for number in range(num_rounds):
-        # Whoever comes second finds warmer caches and a hotter processor: take turns.
-        order = [(plain, plain_recipe), (speculative, recipe)]
-        for side, side_recipe in order if number % 2 == 0 else reversed(order):
-            if on_round is not None:
-                on_round(f"round {number + 1} of {num_rounds}, {counted(side.num_tokens, 'draft')} a step")
-            with make_engine(side_recipe) as engine:
-                requests = _requests(side_recipe, rows, tokenizer, engine)
-                prompts = [request.prompt_token_ids for request in requests]
-                side.rounds.append(_timed(engine, requests))
-    peer = run_peer(prompts) if run_peer is not None else None
-    return BenchResult(len(rows), sum(map(len, prompts)), plain, speculative, peer)
+    assert plan.recipes and plan.workloads and plan.num_rounds > 0
+    bench = _Bench(plan, make_engine, on_note)
+    if plan.keep_engine:
+        for i in range(len(plan.recipes)):
+            bench.run(i, range(plan.num_rounds))
+    else:
+        for number in range(plan.num_rounds):
+            # Whoever comes second finds warmer caches and a hotter processor: take turns.
+            order = range(len(plan.recipes))
+            for i in order if number % 2 == 0 else reversed(order):
+                bench.run(i, range(number, number + 1))
+    is_synthetic = any(recipe.speculation.method == "synthetic" for recipe in plan.recipes)
+    peer = run_peer(bench.prompts) if run_peer is not None else None
+    return BenchResult(bench.cases, machine, is_synthetic, peer)
 
 
-def _requests(recipe: Recipe, rows: Sequence[Row], tokenizer: Tokenizer, engine: Engine) -> list[EngineRequest]:
-    builder = PromptBuilder(recipe, tokenizer, max_model_len=engine.max_model_len, vocab_size=engine.vocab_size)
-    requests = []
-    for row in rows:
-        try:
-            prompt = builder.build(row)
-        except RowError as error:
-            raise InputError(str(error), where=f"{recipe.input.path}:{row.line}") from None
-        requests.append(EngineRequest(row.index, prompt.token_ids, prompt.params, prompt.seed))
-    return requests
+class _Bench:
+    """The passes of a plan, and what they gave."""
+
+    def __init__(self, plan: BenchPlan, make_engine: MakeEngine, on_note: Callable[[str], None]) -> None:
+        self._plan = plan
+        self._make_engine = make_engine
+        self._on_note = on_note
+        self.prompts: list[list[int]] = []
+        self.cases = [Case(workload.shape, 0, 0, []) for workload in plan.workloads]
+        for case in self.cases:
+            for recipe in plan.recipes:
+                case.sides.append(Side(recipe.speculation.num_tokens, recipe.engine.max_num_batched_tokens))
+
+    def run(self, recipe_idx: int, numbers: range) -> None:
+        """Run the rounds `numbers` of one recipe over all workloads on one engine."""
+        recipe = self._plan.recipes[recipe_idx]
+        drafts = f"{counted(recipe.speculation.num_tokens, 'draft')} a step"
+        if self._plan.keep_engine:
+            self._on_note(f"starting the engine, {drafts}")
+        with self._make_engine(recipe) as engine:
+            for workload, case in zip(self._plan.workloads, self.cases, strict=True):
+                side = case.sides[recipe_idx]
+                requests = workload.requests(recipe, engine)
+                self.prompts = [request.prompt_token_ids for request in requests]
+                case.rows, case.prompt_tokens = len(requests), sum(map(len, self.prompts))
+                shape = f", {workload.shape}" if workload.shape is not None else ""
+                self._warm_up(engine, requests)
+                for number in numbers:
+                    self._on_note(f"round {number + 1} of {self._plan.num_rounds}, {drafts}{shape}")
+                    side.rounds.append(_timed(engine, requests))
+                if self._plan.keep_engine:  # what is known is told: a long benchmark may be cut short
+                    self._on_note(_summary(side, drafts, shape))
+                if self._plan.num_rounds - 1 in numbers:
+                    self._look_inside(engine, requests, side, self._plan.trace_path_of(workload, recipe))
+
+    def _warm_up(self, engine: BenchEngine, requests: Sequence[EngineRequest]) -> None:
+        # Backwards, so that the warm-up leaves no prefix for the real rows to find.
+        first_id = 1 + max(request.request_id for request in requests)
+        backwards = [
+            replace(request, request_id=first_id + i, prompt_token_ids=request.prompt_token_ids[::-1])
+            for i, request in enumerate(requests)
+        ]
+        if self._plan.full_warm_up:
+            drain(engine, backwards)
+        else:
+            first = backwards[0]
+            params = replace(first.params, max_tokens=_WARM_UP_TOKENS, min_tokens=0)
+            drain(engine, [replace(first, params=params)])
+
+    def _look_inside(
+        self, engine: BenchEngine, requests: Sequence[EngineRequest], side: Side, trace_path: Path | None
+    ) -> None:
+        """Run further passes, which are not timed: for the parts of a step that is one launch, and for a trace."""
+        rows = side.steady_rows
+        if rows is None:
+            return
+        if not side.rounds[-1].decode[rows].timed_steps:
+            self._on_note("timing the parts of a step")
+            engine.time_parts(True)
+            side.parts = _timed(engine, requests).decode
+            engine.time_parts(False)
+        if trace_path is not None:
+            num_steps = StepTrace.steps_for(side.rounds[-1].decode[rows].periods)
+            if not num_steps:
+                self._on_note(f"no trace: too few steps of {counted(rows, 'row')}; give more output tokens")
+                return
+            self._on_note(f"tracing {num_steps} steps into {trace_path}")
+            engine.trace_steps(trace_path, rows, num_steps)
+            drain(engine, requests)
+            side.idle = idle(read_trace(trace_path))
 
 
-def _timed(engine: Engine, requests: Sequence[EngineRequest]) -> Round:
-    first = requests[0]
-    # Backwards, so that the warm-up leaves no prefix for the real rows to find.
-    warm_up = EngineRequest(
-        max(request.request_id for request in requests) + 1,
-        first.prompt_token_ids[::-1],
-        replace(first.params, max_tokens=_WARM_UP_TOKENS),
-        first.seed,
-    )
-    _drain(engine, [warm_up])
-    before = _numbers(engine.engine_stats())
+def _summary(side: Side, drafts: str, shape: str) -> str:
+    decode = side.decode(0.0, NO_MACHINE)
+    step = f", {1e3 * decode.period:.2f} ms a step of {counted(decode.rows, 'row')}" if decode is not None else ""
+    return f"{side.tokens_per_second:,.0f} tokens/s{step} ({drafts}{shape})"
+
+
+def _timed(engine: BenchEngine, requests: Sequence[EngineRequest]) -> Round:
+    before, decode_before = _numbers(engine.engine_stats()), engine.decode_times()
     started = time.perf_counter()
-    token_ids, spec = _drain(engine, requests)
+    token_ids, spec = drain(engine, requests)
     seconds = time.perf_counter() - started
     gained = {name: value - before.get(name, 0.0) for name, value in _numbers(engine.engine_stats()).items()}
-    return Round(seconds, sum(map(len, token_ids.values())), spec, gained, token_ids)
+    decode = {
+        rows: new
+        for rows, times in engine.decode_times().items()
+        if (new := times.since(decode_before.get(rows, DecodeTimes()))).steps
+    }
+    return Round(seconds, sum(map(len, token_ids.values())), spec, gained, token_ids, decode)
 
 
-def _drain(engine: Engine, requests: Sequence[EngineRequest]) -> tuple[dict[int, list[int]], SpecStats]:
-    """Run all requests to their end; returns their ids by request and the summed counts. Raises: EngineError."""
+def drain(engine: Engine, requests: Sequence[EngineRequest]) -> tuple[dict[int, list[int]], SpecStats]:
+    """Run all requests to their end; return their ids by request and the summed counts. Raises: EngineError."""
     token_ids: dict[int, list[int]] = {request.request_id: [] for request in requests}
     spec = SpecStats()
     for request in requests:

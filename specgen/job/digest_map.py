@@ -3,9 +3,15 @@
 Knows bytes of memory; does not know what a digest was made from.
 """
 
+import hashlib
 from array import array
 
 _FIRST_SLOTS = 64
+
+
+def digest_of(text: str) -> bytes:
+    """Return the 8-byte digest of a text."""
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
 
 
 class DigestMap:
@@ -19,6 +25,14 @@ class DigestMap:
         # Open addressing, at most two thirds full; key 0 marks a free slot.
         self._keys = array("Q", bytes(8 * _FIRST_SLOTS))
         self._values = array("Q", bytes(8 * _FIRST_SLOTS))
+
+    def __len__(self) -> int:
+        """Return how many digests have a value."""
+        return self._num_entries
+
+    def __contains__(self, digest: bytes) -> bool:
+        """Whether the digest has a value."""
+        return bool(self._keys[self._slot_of(int.from_bytes(digest, "little") or 1)])
 
     def setdefault(self, digest: bytes, value: int) -> int:
         """Return the value of `digest`, which is `value` from now on if it had none."""

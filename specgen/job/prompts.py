@@ -1,149 +1,164 @@
-"""From a row to what the engine is asked for, or to the reason why not.
+"""From a planned row to what the engine is asked for, or to the reason why not.
 
-Knows columns, sampling overrides, the length limit and which seed a row gets. Does not know files or engines.
+Knows tokens, BOS, the length limit and how a prompt is cut. Does not know files, engines or columns (`plan.py`).
+
+Special tokens: a chat template owns its own, nothing is put before or behind what it gives; a raw text gets the model's
+BOS once, also if it brings it; token ids are taken as they are.
 
 The limit: prompt and answer together have at most `max_model_len` tokens. A prompt of max_model_len - 1 tokens gets one
-token; a longer one is an error, never cut. An empty prompt is an error too; a prompt that is only the BOS text is run.
+token; a longer one is an error, or is cut if the recipe says so. An empty prompt is an error too; a prompt that is only
+the BOS text is run.
 """
 
-import functools
-from collections.abc import Mapping
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
-from specgen import checks, seeds
-from specgen.errors import RowError, SpecgenError
-from specgen.job.digest_map import DigestMap
+from specgen.errors import RowError
+from specgen.job.contents import Chat, Content
+from specgen.job.plan import Plan, RowPlanner
 from specgen.job.readers import Row
+from specgen.job.templates import ChatTemplate, no_template
 from specgen.recipe import Recipe
-from specgen.sampling_params import PARAM_NAMES, SamplingParams, merged
+from specgen.sampling_params import SamplingParams
 from specgen.tokenizer import Tokenizer
 
-OVERRIDES = "sampling"
-# A column alike to a parameter by this much is taken for a slip, not for the user's own data.
-_SLIP_RATIO = 0.9
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A row made ready. token_ids: BOS included. seed: the row's own noise seed, 0 <= seed < 2^63."""
+    """A row made ready. token_ids: BOS included. seed: of its first sample, 0 <= seed < 2^63.
+
+    truncated_from: how many tokens the prompt had before it was cut, None if it was not.
+    """
 
     token_ids: list[int]
     params: SamplingParams
     seed: int
+    truncated_from: int | None = None
 
 
 class PromptBuilder:
-    """Makes rows ready, in input order (the order decides which copy of a repeated prompt is which).
+    """Makes rows ready. template: for chats, the model's own if it is left out."""
 
-    Remembers every different prompt of a row without an id, in at most 48 bytes each (`DigestMap`).
-    """
-
-    def __init__(self, recipe: Recipe, tokenizer: Tokenizer, *, max_model_len: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        tokenizer: Tokenizer,
+        *,
+        max_model_len: int,
+        vocab_size: int,
+        template: ChatTemplate | None = None,
+        planner: RowPlanner | None = None,
+    ) -> None:
         assert recipe.sampling.seed is not None
-        self._defaults = recipe.sampling
-        self._run_seed = recipe.sampling.seed
-        self._prompt_column = recipe.input.prompt
-        self._own_columns = {recipe.input.prompt, recipe.input.id, OVERRIDES, *recipe.input.keep}
-        self._has_overrides = OVERRIDES not in recipe.input.keep
+        self.run_seed = recipe.sampling.seed
+        self._planner = planner or RowPlanner(recipe)
+        self._section = recipe.input
         self._tokenizer = tokenizer
+        self._template = template
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
-        self._occurrences = DigestMap()
+        self._has_warned_of_bos = False
+        self._checked_params: SamplingParams | None = None
 
     def build(self, row: Row) -> Prompt:
         """Return the row's prompt.
 
-        Raises: RowError with a code: missing_prompt, bad_prompt, empty_prompt, bad_text, bad_token_id, prompt_too_long,
-        bad_sampling.
+        Raises: RowError with a code, see `RowPlanner.plan` and `build_planned`.
         """
-        prompt = self._prompt_of(row.data)
-        digest = seeds.content_hash(prompt)
-        row_key = self._row_key(row, digest)
-        overrides = self._overrides_of(row.data)
-        try:
-            params = merged(self._defaults, overrides, where=OVERRIDES)
-        except SpecgenError as error:
-            raise RowError(str(error), code=error.code) from None
-        for name, ids in params.named_token_ids():
-            self._check_ids(ids, f"sampling.{name}")
-        token_ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        self._check_ids(token_ids, self._prompt_column)
-        if len(token_ids) + 1 > self._max_model_len:
+        return self.build_planned(self._planner.plan(row))
+
+    def build_planned(self, plan: Plan) -> Prompt:
+        """Return the prompt of a planned row.
+
+        Raises: RowError: the plan's own, or one with code bad_text, bad_template, bad_token_id, prompt_too_long.
+        """
+        if plan.error is not None:
+            raise plan.error
+        assert plan.content is not None and plan.params is not None
+        params = plan.params
+        if params is not self._checked_params:  # most rows have the recipe's
+            for name, ids in params.named_token_ids():
+                self._check_ids(ids, f"sampling.{name}")
+            self._checked_params = params
+        token_ids = self._token_ids_of(plan.content, plan.row.line)
+        if not isinstance(plan.content, str):
+            self._check_ids(token_ids, self._section.messages or self._section.prompt)
+        cut = self._cut(token_ids, params)
+        truncated_from = len(token_ids) if len(cut) < len(token_ids) else None
+        return Prompt(cut, params, plan.seed(self.run_seed, 0), truncated_from)
+
+    def _token_ids_of(self, content: Content, line: int) -> list[int]:
+        if isinstance(content, Chat):
+            if self._template is None:
+                raise RowError("the model has no chat template", code="bad_template")
+            return self._tokenizer.encode(self._template.render(content), with_prefix=False)
+        if not isinstance(content, str):
+            return list(content)
+        bos = self._tokenizer.bos_text
+        if bos and content.startswith(bos) and not self._has_warned_of_bos:
+            self._has_warned_of_bos = True
+            logger.warning("line %d: the prompt begins with %s, so none is put before it (said once)", line, bos)
+        return self._tokenizer.encode(content)
+
+    def _cut(self, token_ids: list[int], params: SamplingParams) -> list[int]:
+        """Return the prompt as it fits. Raises: RowError with code prompt_too_long."""
+        section, count = self._section, len(token_ids)
+        most = min(section.max_prompt_tokens or self._max_model_len, self._max_model_len - 1)
+        if count <= most:
+            return token_ids
+        if section.truncate is None:
+            limit = (
+                f"max_model_len = {self._max_model_len}, which leaves no room for an answer"
+                if most == self._max_model_len - 1
+                else f"input.max_prompt_tokens = {section.max_prompt_tokens}"
+            )
             raise RowError(
-                f"the prompt has {len(token_ids)} tokens, which leaves no room for an answer within"
-                f" max_model_len = {self._max_model_len}",
+                f"the prompt has {count} tokens; the limit is {limit}",
+                hint="input.truncate=left or middle cuts such prompts",
                 code="prompt_too_long",
             )
-        if overrides.get("seed") is not None:
-            assert params.seed is not None
-            return Prompt(token_ids, params, seeds.own_seed(params.seed, digest))
-        return Prompt(token_ids, params, seeds.row_seed(self._run_seed, row_key))
+        if section.max_prompt_tokens is None and params.max_tokens is not None:
+            most = min(most, max(self._max_model_len // 2, self._max_model_len - params.max_tokens))
+        return _truncated(token_ids, most, section.truncate, self._num_leading(token_ids))
 
-    def _prompt_of(self, data: Mapping[str, Any]) -> str | list[int]:
-        name = self._prompt_column
-        if name not in data:
-            close = checks.nearest(name, data)
-            hint = f"did you mean {close!r}?" if close else f"columns: {', '.join(map(str, list(data)[:10])) or 'none'}"
-            raise RowError(f"the row has no column {name!r}", hint=hint, code="missing_prompt")
-        prompt = data[name]
-        if isinstance(prompt, str):
-            if not prompt:
-                raise RowError(f"{name} is empty", code="empty_prompt")
-            return prompt
-        if not isinstance(prompt, list):
+    def _num_leading(self, token_ids: Sequence[int]) -> int:
+        """How many ids at the start stay whatever is cut: the BOS."""
+        return int(token_ids[0] == self._tokenizer.bos_token_id)
+
+    def _check_ids(self, token_ids: Sequence[int], name: str) -> None:
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
+            wrong = next(token_id for token_id in token_ids if not 0 <= token_id < self._vocab_size)
             raise RowError(
-                f"{name} must be a text or a list of token ids, not {checks.shown(prompt)}", code="bad_prompt"
+                f"{name}: token id {wrong} is not in the model's vocabulary (0 to {self._vocab_size - 1})",
+                code="bad_token_id",
             )
-        if not prompt:
-            raise RowError(f"{name} is empty", code="empty_prompt")
-        for item in prompt:
-            if isinstance(item, bool) or not isinstance(item, int):
-                raise RowError(f"{name} must hold token ids (integers), not {checks.shown(item)}", code="bad_prompt")
-        return prompt
-
-    def _overrides_of(self, data: Mapping[str, Any]) -> dict[str, object]:
-        for column in data:
-            slip = None if column in self._own_columns else _slip_for(column)
-            if slip == OVERRIDES:
-                raise RowError(
-                    f"column {column!r} looks like {OVERRIDES!r}: sampling parameters go there",
-                    hint="if it is your own, name it under input.keep",
-                    code="bad_sampling",
-                )
-            if slip is not None:
-                raise RowError(
-                    f"column {column!r} looks like the sampling parameter {slip!r},"
-                    f' which goes under "{OVERRIDES}": {{"{slip}": …}}',
-                    hint="if it is your own, name it under input.keep",
-                    code="bad_sampling",
-                )
-        overrides = data.get(OVERRIDES) if self._has_overrides else None
-        if overrides is None:
-            return {}
-        if not isinstance(overrides, dict):
-            raise RowError(f"{OVERRIDES} must be an object, not {checks.shown(overrides)}", code="bad_sampling")
-        return overrides
-
-    def _check_ids(self, token_ids: list[int] | tuple[int, ...], name: str) -> None:
-        for token_id in token_ids:
-            if not 0 <= token_id < self._vocab_size:
-                raise RowError(
-                    f"{name}: token id {token_id} is not in the model's vocabulary (0 to {self._vocab_size - 1})",
-                    code="bad_token_id",
-                )
-
-    def _row_key(self, row: Row, digest: str) -> str:
-        if row.id is not None:
-            return seeds.row_key_of_id(row.id)
-        return seeds.row_key_of_content(digest, self._occurrences.count(bytes.fromhex(digest)[:8]))
 
 
-@functools.lru_cache(maxsize=4096)
-def _slip_for(column: str) -> str | None:
-    """Return the sampling parameter (or "sampling") that a column's name is, or nearly is."""
-    plain = {name.replace("_", ""): name for name in (*PARAM_NAMES, OVERRIDES, "sampling_params")}
-    close = checks.nearest(column.lower().replace("_", "").replace("-", ""), plain, cutoff=_SLIP_RATIO)
-    if close is None:
+def chat_template_of(recipe: Recipe, folder: Path, *, needed: bool) -> ChatTemplate | None:
+    """Return the chat template of a recipe's chats, None if it has no chats.
+
+    needed: whether the rows are, or may be, chats.
+
+    Raises: RecipeError if there is none, or it is broken.
+    """
+    if not needed:
         return None
-    return OVERRIDES if plain[close] == "sampling_params" else plain[close]
+    section = recipe.input
+    template = ChatTemplate.of(folder, section.chat_template, system=section.system, args=section.template_args)
+    if template is None and section.messages is not None:
+        raise no_template(folder)
+    return template
+
+
+def _truncated(token_ids: list[int], most: int, where: str, num_leading: int) -> list[int]:
+    """Return `most` of the ids: the last ones, or the first and last ones; the leading ones stay."""
+    leading = token_ids[: min(num_leading, most)]
+    rest = most - len(leading)
+    body = token_ids[num_leading:]
+    num_first = rest // 2 if where == "middle" else 0
+    num_last = rest - num_first
+    return leading + body[:num_first] + body[len(body) - num_last :]

@@ -1,35 +1,28 @@
-"""JSONL rows, one at a time, from a file or a pipe: every non-blank line becomes a `Row` or a `BadRow`.
+"""Rows, one at a time: every line of an input that is not blank becomes a `Row` or a `BadRow`.
 
-Knows bytes, lines and JSON; a broken line is a BadRow and the next one is read as if nothing had happened. Does not
-know what a row means (`prompts.py`), except its id.
+Knows bytes, lines, JSON and ids; a broken line is a BadRow and the next one is read as if nothing had happened. Does
+not know files and formats (`inputs.py`), nor what a row means (`plan.py`).
 
-What is decided for odd input: a UTF-8 BOM is skipped; CRLF ends a line like LF; blank lines are skipped and counted;
+What is decided for odd JSONL: a UTF-8 BOM is skipped; CRLF ends a line like LF; blank lines are skipped and counted;
 bad UTF-8, a NUL or other raw control character, cut JSON, NaN, Infinity, numbers beyond float64, a key given twice and
 a line that is no object are each that line's error.
 """
 
 import hashlib
-import itertools
 import json
 import math
-import os
-import queue
-import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from specgen import checks
 from specgen.errors import InputError, RowError
 from specgen.job.digest_map import DigestMap
 
-# Rows that are read ahead of the engine: enough to hide a slow pipe, few enough to keep memory flat.
-_READ_AHEAD = 128
 _FOREIGN_STARTS = {
     b"\x1f\x8b": "gzip",
     b"PAR1": "Parquet",
+    b"ARROW1": "Arrow",
     b"PK\x03\x04": "zip",
     b"\xff\xfe": "UTF-16",
     b"\xfe\xff": "UTF-16",
@@ -39,55 +32,39 @@ _FOREIGN_STARTS = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A line that is an object. index: counts rows from 0. line: of the file, from 1. data: the object as read."""
+    """A line that is an object. index: counts rows from 0. line: of its file, from 1. data: the object as read.
+
+    file: its name, if the input has several.
+    """
 
     index: int
     line: int
     id: str | int | None
     data: dict[str, Any]
+    file: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """A line that cannot be run. id and data are there if the line could be read so far."""
+    """A line that cannot be run. id and data are there if the line could be read so far, raw if it could not."""
 
     index: int
     line: int
     error: RowError
     id: str | int | None = None
     data: dict[str, Any] | None = None
+    file: str | None = None
+    raw: bytes = b""
 
 
-@contextmanager
-def open_input(path: str) -> Iterator[BinaryIO]:
-    """Yield the bytes of a JSONL file, or of stdin for `-`.
+class Line(NamedTuple):
+    """What one line of an input holds: an object, or an error and the bytes it stands for; neither is a blank line."""
 
-    Raises: InputError if there is no such file, or stdin is closed.
-    """
-    if path == "-":
-        if sys.stdin is None:
-            raise InputError("the rows are to come from stdin, which is closed")
-        # A reader of our own on descriptor 0: a thread that waits in it does not hold sys.stdin's lock at exit. It is
-        # never closed, since closing waits for that thread.
-        try:
-            stdin = open(0, "rb", closefd=False)  # noqa: SIM115
-        except OSError as error:
-            raise InputError(f"stdin cannot be read: {error.strerror}") from None
-        yield stdin
-        return
-    try:
-        stream = open(path, "rb")  # noqa: SIM115 - closed below
-    except FileNotFoundError:
-        raise InputError("there is no such input file", where=path) from None
-    except OSError as error:
-        raise InputError(f"the input cannot be read: {error.strerror}", where=path) from None
-    with stream:
-        yield stream
-
-
-def name_of(path: str) -> str:
-    """Return what an input is called in messages."""
-    return "stdin" if path == "-" else path
+    number: int
+    data: dict[str, Any] | None = None
+    error: RowError | None = None
+    raw: bytes = b""
+    file: str | None = None
 
 
 def no_rows(where: str) -> InputError:
@@ -95,159 +72,106 @@ def no_rows(where: str) -> InputError:
     return InputError("the input has no rows", where=where)
 
 
-def count_lines(path: str, limit: int | None = None) -> int | None:
-    """Return how many non-blank lines a file has, `limit` at most: a bound for the progress bar.
-
-    It reads the file once more for that, as far as `limit`. None for stdin, pipes and whatever else has no end yet.
-    """
-    if path == "-" or not os.path.isfile(path):
-        return None
-    try:
-        with open(path, "rb") as stream:
-            return sum(1 for _ in itertools.islice(filter(bytes.strip, stream), limit))
-    except OSError:  # whoever reads the rows says so
-        return None
-
-
 class RowReader:
-    """Iterates over the rows of a binary stream, at most `limit` of them.
+    """Iterates over the rows of an input's lines, at most `limit` of them.
 
-    blank_lines: lines skipped so far. where: the name of the input in messages. Remembers every id, in at most 48 bytes
-    each (`DigestMap`).
+    blank_lines, rows: how many so far. where: the name of the input in messages. unique_ids: an id that was there
+    before is its row's error; that takes the memory of a `DigestMap`.
     """
 
-    def __init__(self, stream: BinaryIO, *, where: str, id_column: str = "id", limit: int | None = None) -> None:
+    def __init__(
+        self,
+        lines: Iterable[Line],
+        *,
+        where: str,
+        id_column: str = "id",
+        limit: int | None = None,
+        unique_ids: bool = True,
+    ) -> None:
         self.where = where
         self.blank_lines = 0
-        self._stream = stream
+        self.rows = 0
+        self._lines = lines
         self._id_column = id_column
         self._limit = limit
-        self._lines_of_ids = DigestMap()  # the line where each id was first seen, by 8 bytes of its hash
+        self._places: DigestMap | None = DigestMap() if unique_ids else None  # where each id was first seen
+        self._files: list[str | None] = []
+        self._lines_before = 0
 
     def __iter__(self) -> Iterator[Row | BadRow]:
-        """Yield the rows in file order.
+        """Yield the rows in the input's order.
 
-        Raises: InputError if the stream itself breaks, or is plainly of another kind (gzip, Parquet, UTF-16, …).
+        Raises: InputError if the input itself breaks, or is plainly of another kind (gzip, Parquet, UTF-16, …).
         """
-        index = 0
-        try:
-            for number, raw in enumerate(self._stream, start=1):
-                if number == 1:
-                    self._refuse_foreign(raw)
-                line = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
-                if not line.strip():
-                    self.blank_lines += 1
-                    continue
-                yield self._row(index, number, line)
-                index += 1
-                if index == self._limit:
-                    return
-        except OSError as error:
-            raise InputError(f"reading the input failed: {error.strerror}", where=self.where) from error
+        for line in self._lines:
+            if line.data is None and line.error is None:
+                self.blank_lines += 1
+                continue
+            row = self._row(line)
+            self.rows += 1
+            yield row
+            if self.rows == self._limit:
+                return
 
-    def _refuse_foreign(self, start: bytes) -> None:
-        for magic, kind in _FOREIGN_STARTS.items():
-            if start.startswith(magic):
-                raise InputError(f"this is a {kind} file", where=self.where, hint="this version reads JSONL in UTF-8")
-
-    def _row(self, index: int, number: int, line: bytes) -> Row | BadRow:
+    def _row(self, line: Line) -> Row | BadRow:
+        number, data, error, raw, file = line
+        if data is None:
+            assert error is not None
+            return BadRow(self.rows, number, error, file=file, raw=raw)
+        row_id = data.get(self._id_column)
         try:
-            data = _parse_object(line)
-        except RowError as error:
-            return BadRow(index, number, error)
-        try:
-            row_id = self._checked_id(data.get(self._id_column), number)
-        except RowError as error:
-            shown = data.get(self._id_column)
-            plain = shown if isinstance(shown, (str, int)) and not isinstance(shown, bool) else None
-            return BadRow(index, number, error, plain, data)
-        return Row(index, number, row_id, data)
+            if row_id is not None:
+                self._check_id(row_id, number, file)
+            if error is not None:
+                raise error
+        except RowError as bad:
+            plain = row_id if isinstance(row_id, (str, int)) and not isinstance(row_id, bool) else None
+            return BadRow(self.rows, number, bad, plain, data, file)
+        return Row(self.rows, number, row_id, data, file)
 
-    def _checked_id(self, row_id: object, number: int) -> str | int | None:
-        if row_id is None:
-            return None
+    def _check_id(self, row_id: object, number: int, file: str | None) -> None:
         if isinstance(row_id, bool) or not isinstance(row_id, (str, int)) or row_id == "":
             raise RowError(f"{self._id_column} must be a text or an integer, not {checks.shown(row_id)}", code="bad_id")
+        if self._places is None:
+            return
+        if file not in self._files:
+            self._files.append(file)
         data = f"{type(row_id).__name__}:{row_id}".encode("utf-8", "surrogatepass")
-        digest = hashlib.blake2b(data, digest_size=8).digest()
-        first = self._lines_of_ids.setdefault(digest, number)
-        if first != number:
+        place = number << 16 | min(len(self._files) - 1, 0xFFFF)
+        first = self._places.setdefault(hashlib.blake2b(data, digest_size=8).digest(), place)
+        if first != place:
+            first_file = self._files[first & 0xFFFF]
+            here, there = (f" of {name}" if name else "" for name in (file, first_file))
             raise RowError(
-                f"{self._id_column} {checks.shown(row_id)} of line {number} was given before, in line {first}",
+                f"{self._id_column} {checks.shown(row_id)} of line {number}{here} was given before, in line"
+                f" {first >> 16}{there}",
                 code="duplicate_id",
             )
-        return row_id
 
 
-class ReadAhead:
-    """Reads rows in a thread of its own, a bounded number ahead, so that a slow pipe holds nobody up.
+def jsonl_lines(
+    stream: BinaryIO, *, where: str, file: str | None = None, only_if: bytes | None = None
+) -> Iterator[Line]:
+    """Yield the lines of JSONL. only_if: lines without these bytes are not parsed and give an empty object.
 
-    `get` waits at most so long; `exhausted` is true once the last row was handed out.
+    Raises: InputError if the stream is plainly of another kind.
     """
-
-    def __init__(self, reader: RowReader) -> None:
-        self.reader = reader
-        self.exhausted = False
-        self._queue: queue.Queue[Row | BadRow | Exception | None] = queue.Queue(_READ_AHEAD)
-        self._first: Row | BadRow | None = None
-        self._closed = threading.Event()
-        # A daemon: a read from a silent terminal cannot be called off, and must not keep the process alive.
-        self._thread = threading.Thread(target=self._read, name="row-reader", daemon=True)
-        self._thread.start()
-
-    def require_first(self) -> None:
-        """Wait until there is a row, so that an empty input is noticed before a model is loaded.
-
-        Raises: InputError if there is none.
-        """
-        while self._first is None and not self.exhausted:
-            self._first = self.get(timeout=0.2)
-        if self._first is None:
-            raise no_rows(self.reader.where)
-
-    def get(self, timeout: float) -> Row | BadRow | None:
-        """Return the next row, None if none came within `timeout` seconds or there are no more.
-
-        Raises: whatever ended the reading, in its place among the rows.
-        """
-        if self._first is not None:
-            first, self._first = self._first, None
-            return first
-        if self.exhausted:
-            return None
-        try:
-            item = self._queue.get(timeout=timeout) if timeout > 0 else self._queue.get_nowait()
-        except queue.Empty:
-            return None
-        if item is None or isinstance(item, Exception):
-            self.exhausted = True
-        if isinstance(item, Exception):
-            raise item
-        return item
-
-    def close(self) -> None:
-        """Stop reading ahead; the thread ends by itself at its next row."""
-        self._closed.set()
-        with suppress(queue.Empty):
-            while True:
-                self._queue.get_nowait()
-
-    def _read(self) -> None:
-        last: Exception | None = None
-        try:
-            for row in self.reader:
-                if not self._put(row):
-                    return
-        except Exception as error:
-            last = error
-        self._put(last)
-
-    def _put(self, item: Row | BadRow | Exception | None) -> bool:
-        while not self._closed.is_set():
-            with suppress(queue.Full):
-                self._queue.put(item, timeout=0.2)
-                return True
-        return False
+    for number, raw in enumerate(stream, start=1):
+        if number == 1:
+            for magic, kind in _FOREIGN_STARTS.items():
+                if raw.startswith(magic):
+                    hint = f"this is read as JSONL in UTF-8; input.format says otherwise, a name like x.{kind.lower()}"
+                    raise InputError(f"this is a {kind} file", where=where, hint=hint)
+            raw = raw.removeprefix(b"\xef\xbb\xbf")
+        if not raw.strip():
+            yield Line(number, file=file)
+        elif only_if is not None and only_if not in raw and b"\\u" not in raw:
+            yield Line(number, {}, file=file)
+        else:
+            try:
+                yield Line(number, _parse_object(raw), file=file)
+            except RowError as error:
+                yield Line(number, None, error, raw, file)
 
 
 def _parse_object(line: bytes) -> dict[str, Any]:
@@ -256,9 +180,7 @@ def _parse_object(line: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise RowError(f"the line is not UTF-8: {error.reason} at byte {error.start}", code="bad_utf8") from None
     try:
-        data = json.loads(
-            text, parse_constant=_refuse_constant, parse_float=_finite_float, object_pairs_hook=_unique_keys
-        )
+        data = _DECODER.decode(text)
     except json.JSONDecodeError as error:
         raise RowError(f"the line is not JSON: {error.msg} at column {error.colno}", code="bad_json") from None
     except RecursionError:
@@ -288,3 +210,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise ValueError(f"key {checks.shown(twice)} is given twice")
     return data
+
+
+# Made once: json.loads with hooks makes a decoder for every line.
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite_float, object_pairs_hook=_unique_keys)

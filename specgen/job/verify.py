@@ -14,18 +14,20 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from specgen.engine.request import EngineRequest
+from specgen.engine.request import EngineOutput, EngineRequest
 from specgen.errors import EngineError, InputError, RowError
 from specgen.job.job import Engine
+from specgen.job.plan import RowPlanner
 from specgen.job.prompts import PromptBuilder
 from specgen.job.readers import Row
 from specgen.job.verdict import NOISE_FACTOR, ROUNDING_FACTOR, TOLERANCES, Difference, RunAt, SideAt, ended, judge
 from specgen.models.config import read_config, resolve_max_model_len
 from specgen.recipe import Recipe
 from specgen.stats import counted
+from specgen.stops import stop_check_of
 from specgen.tokenizer import Tokenizer
 from specgen.worker.probe import PositionLogits, Probe
-from specgen.worker.worker import WorkerConfig, resolve_device, resolve_dtype
+from specgen.worker.worker import WorkerConfig, resolve_block_size, resolve_device, resolve_dtype
 
 # Seconds between two outputs after which verification gives up.
 _SILENCE_SECONDS = 300.0
@@ -174,15 +176,20 @@ def prepare_rows(recipe: Recipe, folder: Path, rows: Sequence[Row], tokenizer: T
     """
     model = read_config(folder)
     limit = resolve_max_model_len(recipe.engine.max_model_len, model, recipe.origins.get("engine.max_model_len"))
-    builder = PromptBuilder(recipe, tokenizer, max_model_len=limit, vocab_size=model.vocab_size)
+    planner = RowPlanner(recipe)
+    builder = PromptBuilder(recipe, tokenizer, max_model_len=limit, vocab_size=model.vocab_size, planner=planner)
     prepared = []
     for row in rows:
         try:
-            prompt = builder.build(row)
+            plan = planner.plan(row)
+            prompt = builder.build_planned(plan)
         except RowError as error:
             raise InputError(str(error), where=f"{recipe.input.path}:{row.line}") from None
-        request = EngineRequest(row.index, prompt.token_ids, prompt.params, prompt.seed)
-        prepared.append(VerifyRow(row.id, row.line, request))
+        stops = stop_check_of(prompt.params, tokenizer)
+        for sample in plan.samples:
+            seed = plan.seed(builder.run_seed, sample)
+            request = EngineRequest(len(prepared), prompt.token_ids, prompt.params, seed, stops)
+            prepared.append(VerifyRow(row.id, row.line, request))
     return prepared
 
 
@@ -192,7 +199,7 @@ def new_probe(recipe: Recipe, folder: Path, num_tokens: int) -> Probe:
     Raises: ModelError, RecipeError as when the engine is made.
     """
     model, device = read_config(folder), resolve_device(recipe.model.device)
-    num_spec, block_size = recipe.speculation.num_tokens, recipe.engine.block_size
+    num_spec, block_size = recipe.speculation.num_tokens, resolve_block_size(recipe.engine.block_size, device)
     most_tokens = num_tokens + num_spec + 1
     return Probe(
         WorkerConfig(
@@ -317,10 +324,16 @@ def _first_difference(ours: Answer, other: Answer) -> Found | None:
     return Found(position, side, following)
 
 
-def run_rows(engine: Engine, rows: Sequence[VerifyRow], where: str) -> list[Answer]:
+def run_rows(
+    engine: Engine,
+    rows: Sequence[VerifyRow],
+    where: str,
+    *,
+    on_end: Callable[[EngineOutput], None] = lambda output: None,
+) -> list[Answer]:
     """Return what the engine gives the rows, all of them handed over at once, in order.
 
-    where: the input's name, for messages. Raises: InputError if a row fails, EngineError if the engine does.
+    where: the input's name, for messages. on_end: given each row's last output. Raises: InputError if a row fails, EngineError if the engine does.
     """
     by_id = {row.request.request_id: row for row in rows}
     token_ids: dict[int, list[int]] = {request_id: [] for request_id in by_id}
@@ -345,6 +358,7 @@ def run_rows(engine: Engine, rows: Sequence[VerifyRow], where: str) -> list[Answ
                     f"the row failed: {output.error or output.finish_reason}",
                     where=f"{where}:{by_id[output.request_id].line}",
                 )
+            on_end(output)
             answers[output.request_id] = Answer(row_ids, output.finish_reason, output.stop)
     return [answers[row.request.request_id] for row in rows]
 

@@ -23,7 +23,10 @@ from specgen.worker.worker import resolve_device, resolve_dtype
 
 # What a greedy row may set and still get the largest logit everywhere: filters keep it, the rest only ends the row.
 _KEEPS_LARGEST = frozenset(
-    ("temperature", "top_k", "top_p", "min_p", "typical_p", "max_tokens", "ignore_eos", "stop_token_ids", "seed")
+    (
+        *("temperature", "top_k", "top_p", "min_p", "typical_p", "max_tokens", "ignore_eos", "stop_token_ids", "seed"),
+        *("stop", "include_stop", "logprobs", "logprobs_mode", "prompt_logprobs", "n"),
+    )
 )
 
 

@@ -1,215 +1,227 @@
-"""Output lines, appended whole and flushed, in input order or as rows finish.
+"""Output lines, appended whole, in input order or as rows finish.
 
-Knows files and that nothing that is there already may be lost. Does not know what a line says.
+Knows files, what a full disk does to them, and how lines that come too early wait. Does not know what a line says.
 """
 
+import contextlib
+import fcntl
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
-from pathlib import Path
+import time
 from types import TracebackType
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from specgen.errors import InputError
 
+# Lines that wait for an earlier one: so many bytes in memory, the rest in a temporary file.
+_MAX_HELD_BYTES = 32 << 20
+# And so many of them in all, before no further row is begun.
+MAX_HELD_LINES = 200_000
 
-def recipe_beside(output: str) -> str | None:
-    """Return the path of the recipe that is written beside an output, None beside stdout, a device or a pipe."""
-    return None if output == "-" or _is_special(output) else f"{output}.recipe.yaml"
+
+class Sink(Protocol):
+    """What takes whole lines."""
+
+    def write(self, lines: bytes) -> None:
+        """Take lines. Raises: InputError if they cannot be written, BrokenPipeError if nobody reads any more."""
+
+    def close(self) -> None:
+        """End; nothing comes after."""
 
 
-def check_output(path: str, *, input_path: str | None, overwrite: bool, recipe_path: Path | None = None) -> None:
-    """Return if an output file, and the recipe beside it, can be made; leaves no trace, so it can be asked early.
+class FileSink:
+    """Appends to a file of which it is the only writer; whatever fails, no part of a line stays in it.
 
-    Raises: InputError if one of them is the input or the recipe that is run (`recipe_path`), is there already (unless
-    `overwrite`), or cannot be in its folder.
+    fsync_seconds, fsync_rows: lines are forced to disk when so much time or so many lines have passed, and at the end.
     """
-    if path == "-" or _is_special(path):
-        _check_open_end(path, "output")
-        return
-    for target, what in ((path, "output"), (f"{path}.recipe.yaml", "recipe that is written beside the output")):
-        _check_place(target, what)
-        if input_path not in (None, "-") and _same_file(target, str(input_path)):
-            raise InputError(f"the {what} is the input file", where=target, hint="--output names another")
-        if recipe_path is not None and _same_file(target, str(recipe_path)):
-            raise InputError(f"the {what} is the recipe that is being run", where=target, hint="--output names another")
-        if os.path.lexists(target) and not overwrite:
+
+    def __init__(self, path: str, *, fsync_seconds: float | None = None, fsync_rows: int | None = None) -> None:
+        """Open a file at its end, or make it.
+
+        Raises: InputError if that cannot be done, or another process writes to it.
+        """
+        self._path = path
+        self._fsync_seconds = fsync_seconds
+        self._fsync_rows = fsync_rows
+        self._num_unsynced = 0
+        self._last_sync = time.monotonic()
+        try:
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise InputError(f"the output cannot be made: {error.strerror}", where=path) from None
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._descriptor)
             raise InputError(
-                f"the {what} is there already", where=target, hint="--overwrite moves it aside; --output names another"
-            )
-        _check_folder(target, what)
-
-
-def check_replaceable(path: str, what: str, others: Sequence[str]) -> None:
-    """Return if a file can be written at `path`, where an old one may be replaced; leaves no trace. `-` is stdout.
-
-    Raises: InputError if it is one of `others`, or cannot be written.
-    """
-    if path == "-" or _is_special(path):
-        _check_open_end(path, what)
-        return
-    _check_place(path, what)
-    if any(other != "-" and _same_file(path, other) for other in others):
-        raise InputError(f"the {what} would overwrite a file of this job", where=path)
-    if not os.path.isfile(path):
-        _check_folder(path, what)
-        return
-    try:
-        with open(path, "ab"):
+                "another run is writing to this output", where=path, hint="--output or --shard names another"
+            ) from None
+        except OSError:  # a file system without locks
             pass
-    except OSError as error:
-        raise InputError(f"the {what} cannot be written: {error.strerror}", where=path) from None
+        self._size = os.fstat(self._descriptor).st_size
+
+    def write(self, lines: bytes) -> None:
+        """Append lines; those that do not fit whole are taken back.
+
+        Raises: InputError if the disk is full or gone.
+        """
+        written = 0
+        try:
+            while written < len(lines):
+                written += os.write(self._descriptor, lines[written:] if written else lines)
+            self._size += written
+            self._num_unsynced += lines.count(b"\n") if self._fsync_rows is not None else 1
+            if self._is_sync_due():
+                self.sync()
+        except OSError as error:
+            whole = lines.rfind(b"\n", 0, written) + 1
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, self._size + whole if written < len(lines) else self._size)
+            raise InputError(f"writing the output failed: {error.strerror}", where=self._path) from error
+
+    def sync(self) -> None:
+        """Force everything to disk."""
+        os.fsync(self._descriptor)
+        self._num_unsynced = 0
+        self._last_sync = time.monotonic()
+
+    def _is_sync_due(self) -> bool:
+        if self._fsync_rows is not None and self._num_unsynced >= self._fsync_rows:
+            return True
+        return self._fsync_seconds is not None and time.monotonic() - self._last_sync >= self._fsync_seconds
+
+    def close(self) -> None:
+        """Force what is left to disk, and let others write.
+
+        Raises: InputError if the disk is gone.
+        """
+        try:
+            if self._num_unsynced:
+                self.sync()
+        except OSError as error:
+            raise InputError(f"writing the output failed: {error.strerror}", where=self._path) from error
+        finally:
+            os.close(self._descriptor)
 
 
-def write_file(path: str, text: str, what: str) -> None:
-    """Write a whole text file, in place of an old one.
+class StreamSink:
+    """Writes to stdout, a device or a pipe."""
 
-    Raises: InputError.
-    """
-    try:
-        with open(path, "w", encoding="utf-8", errors="backslashreplace") as stream:
-            stream.write(text)
-    except OSError as error:
-        raise InputError(f"the {what} cannot be written: {error.strerror}", where=path) from None
+    def __init__(self, path: str) -> None:
+        """Raises: InputError if it cannot be opened."""
+        self._is_stdout = path == "-"
+        try:
+            self._stream: BinaryIO = sys.stdout.buffer if self._is_stdout else open(path, "wb")  # noqa: SIM115
+        except OSError as error:
+            raise InputError(f"the output cannot be opened: {error.strerror}", where=path) from None
 
+    def write(self, lines: bytes) -> None:
+        """Write lines and hand them on at once.
 
-def _is_special(path: str) -> bool:
-    """Whether something is there that is neither a file nor a folder: a device or a pipe, written to as it is."""
-    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+        Raises: InputError if they cannot be written, BrokenPipeError if nobody reads any more.
+        """
+        try:
+            self._stream.write(lines)
+            self._stream.flush()
+        except OSError as error:
+            # What cannot be written now must not be tried again at the closing, or when the interpreter exits.
+            with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), self._stream.fileno())
+            if isinstance(error, BrokenPipeError):
+                raise
+            raise InputError(f"writing the output failed: {error.strerror}") from error
 
-
-def _check_open_end(path: str, what: str) -> None:
-    if path == "-" and sys.stdout is None:
-        raise InputError(f"the {what} is to go to stdout, which is closed")
-    if path != "-" and not os.access(path, os.W_OK):
-        raise InputError(f"the {what} cannot be written", where=path)
-
-
-def _check_place(path: str, what: str) -> None:
-    if os.path.isdir(path):
-        raise InputError(f"the {what} is a folder", where=path)
-    if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
-        raise InputError(f"the {what}'s folder does not exist", where=path)
-    try:
-        os.lstat(path)
-    except FileNotFoundError:
-        pass
-    except OSError as error:  # the name is too long, say
-        raise InputError(f"the {what} cannot be made: {error.strerror}", where=path) from None
-
-
-def _check_folder(path: str, what: str) -> None:
-    """Only making a file tells whether one can be made: permissions are not the whole story (root, read-only disks)."""
-    try:
-        with tempfile.TemporaryFile(dir=os.path.dirname(os.path.abspath(path))):
-            pass
-    except OSError as error:
-        raise InputError(
-            f"the {what} cannot be made: {error.strerror}", where=path, hint="can you write to that folder?"
-        ) from None
-
-
-def _same_file(one: str, other: str) -> bool:
-    try:
-        return os.path.samefile(one, other)
-    except OSError:
-        return os.path.realpath(one) == os.path.realpath(other)
-
-
-def move_aside(path: str) -> str | None:
-    """Rename what is in the way to `<name>.old`, `.old2`, …; returns the new path, None if nothing was there."""
-    if not os.path.lexists(path):
-        return None
-    number = 1
-    while os.path.lexists(aside := f"{path}.old{number if number > 1 else ''}"):
-        number += 1
-    os.rename(path, aside)
-    return aside
-
-
-def write_new(path: str, text: str, *, overwrite: bool) -> None:
-    """Write a whole text file that was not there; an old one is moved aside if `overwrite`.
-
-    Raises: InputError if one is there, or it cannot be made.
-    """
-    try:
-        if overwrite:
-            move_aside(path)
-        with open(path, "x", encoding="utf-8", errors="backslashreplace") as stream:
-            stream.write(text)
-    except OSError as error:
-        raise InputError(f"the file cannot be made: {error.strerror}", where=path) from None
+    def close(self) -> None:
+        """Close a file; stdout stays open."""
+        if not self._is_stdout:
+            self._stream.close()
 
 
 class LineWriter:
-    """Writes lines to a file or stdout; a context manager.
+    """Puts lines into order, if they have one, and hands them to a sink; a context manager.
 
-    ordered: a line waits until those of all lower indices are written or skipped; whoever gives the lines out bounds
-    how many may wait (`num_held`).
+    ordered: a line waits until those of all lower slots are written. It waits in memory or, beyond some megabytes, in a
+    temporary file in `spill_folder`; whoever gives the lines out bounds how many may wait (`num_held`).
     """
 
-    def __init__(self, stream: BinaryIO, *, ordered: bool) -> None:
+    def __init__(self, sink: Sink, *, ordered: bool, spill_folder: str | None = None) -> None:
         self.num_held = 0
-        self._stream = stream
+        self.num_written = 0
+        self._sink = sink
         self._ordered = ordered
+        self._spill_folder = spill_folder
         self._next = 0
-        self._held: dict[int, bytes] = {}
+        self._ready: list[bytes] = []
+        self._held: dict[int, bytes | tuple[int, int]] = {}
+        self._held_bytes = 0
+        self._spill: BinaryIO | None = None
 
-    @classmethod
-    def open(cls, path: str, *, ordered: bool, overwrite: bool = False) -> "LineWriter":
-        """Return a writer to a new file at `path` (an old one is moved aside if `overwrite`), or to stdout for `-`.
-
-        Raises: InputError if the file cannot be made.
-        """
-        if path == "-":
-            return cls(sys.stdout.buffer, ordered=ordered)
-        try:
-            special = _is_special(path)
-            if overwrite and not special:
-                move_aside(path)
-            return cls(open(path, "wb" if special else "xb"), ordered=ordered)
-        except OSError as error:
-            raise InputError(f"the output cannot be made: {error.strerror}", where=path) from None
-
-    def put(self, index: int, line: bytes) -> None:
-        """Write the line of row `index`, or hold it until its turn."""
-        if not self._ordered:
-            self._write(line)
-            return
-        self._held[index] = line
-        while (ready := self._held.pop(self._next, None)) is not None:
-            self._write(ready)
+    def put(self, slot: int, line: bytes) -> None:
+        """Take the line of a slot; slots are counted from 0 without gaps."""
+        if not self._ordered or slot == self._next:
+            self._ready.append(line)
             self._next += 1
+            if self._held:
+                self._release()
+            return
+        if self._held_bytes + len(line) > _MAX_HELD_BYTES:
+            self._held[slot] = self._spilled(line)
+        else:
+            self._held[slot] = line
+            self._held_bytes += len(line)
         self.num_held = len(self._held)
 
     def flush(self) -> None:
-        """Hand everything that was written to the operating system.
+        """Hand the lines whose turn it is to the sink, all in one write.
 
         Raises: InputError if the disk is full or gone, BrokenPipeError if nobody reads any more.
         """
-        try:
-            self._stream.flush()
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            raise InputError(f"writing the output failed: {error.strerror}") from error
-
-    def _write(self, line: bytes) -> None:
-        try:
-            self._stream.write(line)
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            raise InputError(f"writing the output failed: {error.strerror}") from error
+        if self._ready:
+            ready, self._ready = self._ready, []
+            self._sink.write(b"".join(ready))
+            self.num_written += len(ready)
 
     def write_held(self) -> None:
-        """Write the lines that still wait for others that will never come, in order, and flush."""
-        for index in sorted(self._held):
-            self._write(self._held.pop(index))
-            self._next = index + 1
+        """Write the lines that still wait for others that will never come, in order.
+
+        Raises: what `flush` raises.
+        """
+        for slot in sorted(self._held):
+            self._ready.append(self._taken(slot))
+            self._next = slot + 1
         self.num_held = 0
         self.flush()
+
+    def _release(self) -> None:
+        while self._next in self._held:
+            self._ready.append(self._taken(self._next))
+            self._next += 1
+        self.num_held = len(self._held)
+
+    def _taken(self, slot: int) -> bytes:
+        held = self._held.pop(slot)
+        if isinstance(held, bytes):
+            self._held_bytes -= len(held)
+            return held
+        assert self._spill is not None
+        self._spill.seek(held[0])
+        line = self._spill.read(held[1])
+        if not self._held:
+            self._spill.truncate(0)
+        return line
+
+    def _spilled(self, line: bytes) -> tuple[int, int]:
+        try:
+            if self._spill is None:
+                self._spill = tempfile.TemporaryFile(dir=self._spill_folder)  # noqa: SIM115 - closed in __exit__
+            offset = self._spill.seek(0, os.SEEK_END)
+            self._spill.write(line)
+            self._spill.flush()
+        except OSError as error:
+            what = "lines that wait for an earlier one cannot be put aside"
+            raise InputError(f"{what}: {error.strerror}", where=self._spill_folder) from error
+        return offset, len(line)
 
     def __enter__(self) -> "LineWriter":
         """Return the writer."""
@@ -218,15 +230,13 @@ class LineWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Write what is held and close the file (stdout stays open)."""
+        """Write what is held and close the sink."""
         try:
             self.write_held()
         except (BrokenPipeError, InputError):
-            # What cannot be written now must not be tried again at the closing, or when the interpreter exits.
-            with open(os.devnull, "wb") as nowhere:
-                os.dup2(nowhere.fileno(), self._stream.fileno())
             if error is None:
                 raise
         finally:
-            if self._stream is not sys.stdout.buffer:
-                self._stream.close()
+            if self._spill is not None:
+                self._spill.close()
+            self._sink.close()

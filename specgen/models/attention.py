@@ -11,10 +11,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from specgen.kernels.kv_write import write_latent_kv
 from specgen.kernels.linear import batched_linear
 from specgen.kernels.mla_attention import mla_attention
-from specgen.kernels.rope import apply_rope
+from specgen.kernels.mla_inputs import mla_inputs
 from specgen.models.config import DeepseekV3Config
 from specgen.models.context import AttentionContext
 from specgen.models.layers import Linear, RMSNorm, empty_weight
@@ -43,10 +42,10 @@ class MLAAttention(nn.Module):
         self.q_size = c.q_lora_rank or num_q
         self.qkv_a_proj = Linear(c.hidden_size, self.q_size + c.latent_size, dtype, device)
         if c.q_lora_rank:
-            self.q_a_layernorm = RMSNorm(c.q_lora_rank, c.rms_norm_eps, dtype, device)
+            self.q_a_layernorm = RMSNorm(c.q_lora_rank, c.latent_norm_eps, dtype, device)
             self.q_b_proj = Linear(c.q_lora_rank, num_q, dtype, device)
         self.has_q_lora = bool(c.q_lora_rank)
-        self.kv_a_layernorm = RMSNorm(self.rank, c.rms_norm_eps, dtype, device)
+        self.kv_a_layernorm = RMSNorm(self.rank, c.latent_norm_eps, dtype, device)
         self.w_uk = empty_weight(self.num_heads, self.rank, self.nope, dtype=dtype, device=device)
         self.w_uv = empty_weight(self.num_heads, self.value, self.rank, dtype=dtype, device=device)
         self.o_proj = Linear(self.num_heads * self.value, c.hidden_size, dtype, device)
@@ -61,15 +60,25 @@ class MLAAttention(nn.Module):
     ) -> torch.Tensor:
         """`[T, hidden] -> [T, hidden]`; writes the tokens' KV to `kv_cache [blocks, block_size, latent]` first."""
         num_tokens = hidden.shape[0]
-        q, kv_c, k_pe = self.qkv_a_proj(hidden).split([self.q_size, self.rank, self.rope], dim=-1)
+        q, latent = self.qkv_a_proj(hidden).split([self.q_size, self.rank + self.rope], dim=-1)
         if self.has_q_lora:
             q = self.q_b_proj(self.q_a_layernorm(q))
-        q = q.reshape(num_tokens, self.num_heads, self.nope + self.rope)
-        q_nope, q_pe = q.split([self.nope, self.rope], dim=-1)
-        kv_c = self.kv_a_layernorm(kv_c)
-        q_pe, k_pe = apply_rope(q_pe, k_pe, context.positions, cos_sin, self.interleave)
-        write_latent_kv(kv_c, k_pe, context.slot_mapping, kv_cache)
-        q_latent = torch.cat([batched_linear(q_nope, self.w_uk), q_pe], dim=-1)
+        q_nope, q_pe = q.unflatten(1, (self.num_heads, -1)).split([self.nope, self.rope], dim=-1)
+        q_latent = hidden.new_empty(num_tokens, self.num_heads, self.rank + self.rope)
+        norm = self.kv_a_layernorm
+        mla_inputs(
+            latent,
+            q_pe,
+            norm.weight,
+            norm.eps,
+            context.positions,
+            cos_sin,
+            self.interleave,
+            context.slot_mapping,
+            kv_cache,
+            q_latent,
+        )
+        batched_linear(q_nope, self.w_uk, out=q_latent[..., : self.rank])
         latent = mla_attention(
             q_latent,
             kv_cache,

@@ -5,37 +5,41 @@ Source: DeepSeek-V3 technical report, arXiv 2412.19437, section 2.1. Knows nothi
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from specgen.kernels.linear import linear_float32
 from specgen.kernels.moe_experts import moe_experts
 from specgen.kernels.moe_routing import route
+from specgen.kernels.rms_norm import combine_norm
 from specgen.models.attention import MLAAttention
-from specgen.models.config import DeepseekV3Config
+from specgen.models.config import DeepseekV3Config, MoEConfig
 from specgen.models.context import AttentionContext
 from specgen.models.layers import MLP, Embedding, Linear, RMSNorm, empty_weight
 from specgen.models.rope_table import rope_table
 
 
 class MoE(nn.Module):
-    """Top-k of the routed experts by biased sigmoid scores, plus the shared experts.
+    """Top-k of the routed experts by biased sigmoid or softmax scores, plus the shared ones, which stand behind them.
 
-    Routing scores are float32.
+    Routing scores are float32. `w13` and `w2` hold the routed experts and then the shared ones, each as one more expert
+    of the same inner size.
     """
 
-    def __init__(self, config: DeepseekV3Config, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: MoEConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         c = config
         self.config = c
-        num_experts, inner = c.n_routed_experts, c.moe_intermediate_size
-        self.gate = empty_weight(num_experts, c.hidden_size, dtype=torch.float32, device=device)
-        self.correction_bias = empty_weight(num_experts, dtype=torch.float32, device=device)
+        num_experts, inner = c.n_routed_experts + c.n_shared_experts, c.moe_intermediate_size
+        self.gate = empty_weight(c.n_routed_experts, c.hidden_size, dtype=torch.float32, device=device)
+        has_bias = c.scoring_func == "sigmoid"
+        self.correction_bias = (
+            empty_weight(c.n_routed_experts, dtype=torch.float32, device=device) if has_bias else None
+        )
         self.w13 = empty_weight(num_experts, 2 * inner, c.hidden_size, dtype=dtype, device=device)
         self.w2 = empty_weight(num_experts, c.hidden_size, inner, dtype=dtype, device=device)
-        self.shared_experts = (
-            MLP(c.hidden_size, inner * c.n_shared_experts, dtype, device) if c.n_shared_experts else None
-        )
 
     def narrow_gate(self, dtype: torch.dtype) -> None:
         """Holds the router's weights in `dtype` if that loses nothing: products of the same values, at less traffic."""
@@ -43,8 +47,8 @@ class MoE(nn.Module):
         if torch.equal(narrow.float(), self.gate):
             self.gate = nn.Parameter(narrow, requires_grad=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[T, H] -> [T, H]`."""
+    def forward(self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(normed, total)`, each `[T, H]`: total is `residual` plus the experts' sum over `x [T, H]`."""
         c = self.config
         weights, ids = route(
             linear_float32(x.to(self.gate.dtype), self.gate),
@@ -54,13 +58,26 @@ class MoE(nn.Module):
             c.topk_group,
             c.norm_topk_prob,
             c.routed_scaling_factor,
+            c.n_shared_experts,
+            c.scoring_func == "softmax",
         )
-        routed = moe_experts(x, weights, ids, self.w13, self.w2)
-        return routed if self.shared_experts is None else routed + self.shared_experts(x)
+        rows, places = moe_experts(x, ids, self.w13, self.w2, c.n_shared_experts)
+        return combine_norm(rows, places, weights, residual, norm.weight, norm.eps)
+
+
+def feed_forward(
+    mlp: MoE | MLP, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(norm(total), total)`, each `[T, H]`: total is `residual` plus what `mlp` makes of `x`."""
+    return mlp(x, residual, norm) if isinstance(mlp, MoE) else norm.add(mlp(x), residual)
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each behind a norm, with the residual carried beside the hidden states."""
+    """Attention and feed-forward, each behind a norm, with the residual carried beside the hidden states.
+
+    A layer takes its input behind its own norm and gives its output behind the norm that follows it, so that a sum, the
+    residual and a norm are one pass over the hidden states.
+    """
 
     def __init__(
         self, config: DeepseekV3Config, layer: int, scale: float, dtype: torch.dtype, device: torch.device
@@ -78,20 +95,17 @@ class DecoderLayer(nn.Module):
     def forward(
         self,
         hidden: torch.Tensor,
-        residual: torch.Tensor | None,
+        residual: torch.Tensor,
         context: AttentionContext,
         kv_cache: torch.Tensor,
         cos_sin: torch.Tensor,
+        next_norm: RMSNorm,
         key_start: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(hidden, residual)`, each `[T, H]`; their sum is the layer's output. `residual` None counts as zero."""
-        if residual is None:
-            hidden, residual = self.input_layernorm(hidden), hidden
-        else:
-            hidden, residual = self.input_layernorm.add(hidden, residual)
+        """`(next_norm(output), output)` of `hidden` = input_layernorm(`residual`), all `[T, H]`."""
         hidden = self.self_attn(hidden, context, kv_cache, cos_sin, key_start)
         hidden, residual = self.post_attention_layernorm.add(hidden, residual)
-        return self.mlp(hidden), residual
+        return feed_forward(self.mlp, hidden, residual, next_norm)
 
 
 class Rotary(nn.Module):
@@ -107,12 +121,16 @@ class Rotary(nn.Module):
 
 
 class DeepseekV3ForCausalLM(nn.Module):
-    """The target: token ids to final-normed hidden states, and those to logits where they are wanted."""
+    """The target: token ids to hidden states, and those to logits where they are wanted.
+
+    The hidden states are what draft layers read: after the final norm, or before it for a head that was trained so.
+    """
 
     def __init__(self, config: DeepseekV3Config, max_positions: int, dtype: torch.dtype, device: torch.device) -> None:
         """Unset weights in `dtype` on `device`; `max_positions` is the length of the rotary table."""
         super().__init__()
         self.config = config
+        self.head_reads_normed = True
         self.rotary = Rotary(config, max_positions, device)
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, device)
         self.layers = nn.ModuleList(
@@ -122,14 +140,14 @@ class DeepseekV3ForCausalLM(nn.Module):
         self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype, device)
 
     def forward(self, input_ids: torch.Tensor, context: AttentionContext, kv_caches: torch.Tensor) -> torch.Tensor:
-        """`input_ids [T] int64`, `kv_caches [layers, blocks, block_size, latent]` -> final-normed hidden `[T, H]`."""
-        hidden: torch.Tensor = self.embed_tokens(input_ids)
-        residual: torch.Tensor | None = None
+        """`input_ids [T] int64`, `kv_caches [layers, blocks, block_size, latent]` -> hidden `[T, H]`."""
+        residual: torch.Tensor = self.embed_tokens(input_ids)
+        norms: list[Any] = [*(layer.input_layernorm for layer in self.layers), self.norm]
+        hidden: torch.Tensor = norms[0](residual)
         for i, layer in enumerate(self.layers):
-            hidden, residual = layer(hidden, residual, context, kv_caches[i], self.rotary.cos_sin)
-        assert residual is not None
-        return self.norm.add(hidden, residual)[0]
+            hidden, residual = layer(hidden, residual, context, kv_caches[i], self.rotary.cos_sin, norms[i + 1])
+        return hidden if self.head_reads_normed else residual
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[N, H] -> [N, vocab] float32`."""
-        return self.lm_head(hidden).float()
+        return self.lm_head(hidden if self.head_reads_normed else self.norm(hidden)).float()

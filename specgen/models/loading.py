@@ -8,69 +8,104 @@ from typing import NamedTuple
 import torch
 
 from specgen.errors import ModelError
-from specgen.models.config import DeepseekV3Config
-from specgen.models.deepseek_v3 import DeepseekV3ForCausalLM, MoE
-from specgen.models.mtp import DeepseekMTP
-from specgen.models.weights import Checkpoint, load_weights, plan_mtp, plan_target
+from specgen.models.config import ModelConfig
+from specgen.models.deepseek_v3 import MoE
+from specgen.models.families import DraftModel, Family, TargetModel, find_family
+from specgen.models.head_folder import build_head, read_head
+from specgen.models.weights import Checkpoint, OnProgress, fill_random, load_weights
 
 
 class LoadedModel(NamedTuple):
-    """Target and drafter; `num_bytes` were read from the files."""
+    """Target and drafter; `num_bytes` were read from the files, or made."""
 
-    target: DeepseekV3ForCausalLM
-    mtp: DeepseekMTP | None
+    target: TargetModel
+    mtp: DraftModel | None
     num_bytes: int
 
 
+# Random weights are the same in every run.
+_RANDOM_SEED = 0
+
+
 def load_model(
-    folder: Path,
-    config: DeepseekV3Config,
+    folder: Path | None,
+    config: ModelConfig,
     num_speculative_tokens: int,
     max_positions: int,
     dtype: torch.dtype,
     device: torch.device,
+    on_progress: OnProgress | None = None,
+    draft_folder: Path | None = None,
 ) -> LoadedModel:
-    """Builds the model on `device` and fills it. Draft layers beyond K are never run, and not loaded.
+    """Builds the model on `device` and fills it, with random weights if `folder` is None.
+
+    Draft layers beyond K are never run, and not loaded. `on_progress`: see `load_weights`. `draft_folder` holds a draft
+    head to take in place of the model's own.
 
     Raises:
         ModelError: the checkpoint lacks the draft layer that speculation needs, or does not fit its configuration.
     """
-    checkpoint = Checkpoint(folder)
-    target = DeepseekV3ForCausalLM(config, max_positions, dtype, device)
-    plan = plan_target(target)
-    mtp = None
+    checkpoint = Checkpoint(folder) if folder is not None else None
+    names = checkpoint.names if checkpoint is not None else frozenset[str]()
+    family = find_family(config.model_type)
+    target: TargetModel = family.build(config, max_positions, dtype, device)
+    plan = family.plan(target)
+    mtp: DraftModel | None = None
+    num_head_bytes = 0
     num_layers = min(config.num_nextn_predict_layers, num_speculative_tokens)
-    if num_speculative_tokens:
-        _require_draft_layers(config, checkpoint, num_layers)
-        prefixes = [f"model.layers.{config.num_hidden_layers + i}." for i in range(num_layers)]
-        own_heads = frozenset(i for i, p in enumerate(prefixes) if p + "shared_head.head.weight" in checkpoint.names)
-        own_embedding = prefixes[0] + "embed_tokens.weight" in checkpoint.names
-        mtp = DeepseekMTP(target, num_layers, own_embedding, own_heads, dtype, device)
-        plan |= plan_mtp(mtp, config, checkpoint.names)
-    num_bytes = load_weights(checkpoint, plan, _unused_prefixes(config, num_layers if mtp is not None else 0))
+    if num_speculative_tokens and draft_folder is not None:
+        num_layers = 0  # of the model's own
+        head_folder = read_head(draft_folder, config, max_positions)
+        built = build_head(head_folder, target, num_speculative_tokens, max_positions, dtype, device)
+        num_head_bytes = load_weights(head_folder.checkpoint, built.plan, built.unused)
+        mtp = built.head
+    elif num_speculative_tokens:
+        _require_draft_layers(family, config, checkpoint, num_layers)
+        assert family.draft is not None
+        # a model of random weights brings no copies of the target's embedding and head
+        mtp = family.draft.build(target, num_layers, names, dtype, device)
+        plan |= family.draft.plan(mtp, config, names)
+    if checkpoint is None:
+        num_bytes = fill_random(plan, _RANDOM_SEED, dtype, on_progress)
+    else:
+        unused = _unused_prefixes(family, config, num_layers if num_speculative_tokens else 0)
+        num_bytes = load_weights(checkpoint, plan, unused, on_progress)
+    if mtp is not None:
+        _share_equal_copies(target, mtp)
     for module in (target, mtp):
         for part in module.modules() if module is not None else ():
             if isinstance(part, MoE):
                 part.narrow_gate(dtype)
-    return LoadedModel(target.eval(), mtp.eval() if mtp is not None else None, num_bytes)
+    return LoadedModel(target.eval(), mtp.eval() if mtp is not None else None, num_bytes + num_head_bytes)
 
 
-def _unused_prefixes(config: DeepseekV3Config, num_layers: int) -> tuple[str, ...]:
-    """Draft layers that are not run, and the copies of the embedding behind the first one that is."""
-    first = config.num_hidden_layers
-    unused = [f"model.layers.{first + i}." for i in range(num_layers, config.num_nextn_predict_layers)]
-    copies = [f"model.layers.{first + i}.embed_tokens." for i in range(1, num_layers)]
-    return (*unused, *copies)
+def _share_equal_copies(target: TargetModel, mtp: DraftModel) -> None:
+    """Lets the draft layers use the target's embedding and head where the checkpoint's own ones are copies of them."""
+    if torch.equal(mtp.embed_tokens.weight, target.embed_tokens.weight):
+        mtp.embed_tokens = target.embed_tokens
+    for i, head in enumerate(mtp.heads):
+        if torch.equal(head.weight, target.lm_head.weight):  # type: ignore[arg-type]
+            mtp.heads[i] = target.lm_head
 
 
-def _require_draft_layers(config: DeepseekV3Config, checkpoint: Checkpoint, num_layers: int) -> None:
+def _unused_prefixes(family: Family, config: ModelConfig, num_layers: int) -> tuple[str, ...]:
+    """Draft layers that are not run, and copies of what is read elsewhere."""
+    unused = list(family.unused(config))
+    if family.draft is not None:
+        for i in range(config.num_nextn_predict_layers):
+            unused += family.draft.copies(config, i) if i < num_layers else [family.draft.prefix(config, i)]
+    return tuple(unused)
+
+
+def _require_draft_layers(family: Family, config: ModelConfig, checkpoint: Checkpoint | None, num_layers: int) -> None:
     hint = "set speculation.num_tokens to 0 for plain decoding"
-    if num_layers == 0:
-        raise ModelError(
-            "the model has no draft layer (num_nextn_predict_layers is 0)", where=str(checkpoint.folder), hint=hint
-        )
+    if num_layers == 0 or family.draft is None:
+        where = str(checkpoint.folder) if checkpoint is not None else None
+        raise ModelError("the model has no draft layer (num_nextn_predict_layers is 0)", where=where, hint=hint)
+    if checkpoint is None:
+        return
     for i in range(num_layers):
-        prefix = f"model.layers.{config.num_hidden_layers + i}."
+        prefix = family.draft.prefix(config, i)
         if not any(name.startswith(prefix) for name in checkpoint.names):
             raise ModelError(
                 f"config.json promises a draft layer, and no tensor begins with {prefix!r}",

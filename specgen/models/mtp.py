@@ -50,8 +50,10 @@ class MTPLayer(nn.Module):
         if self.mask_first_embedding:
             embedding = embedding.masked_fill((context.positions == 0).unsqueeze(-1), 0)
         hidden = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(previous)], dim=-1))
-        hidden, residual = self.mtp_block(hidden, None, context, kv_cache, cos_sin, key_start=self.index)
-        return self.shared_head_norm.add(hidden, residual)[0]
+        block = self.mtp_block
+        return block(
+            block.input_layernorm(hidden), hidden, context, kv_cache, cos_sin, self.shared_head_norm, self.index
+        )[0]
 
 
 class DeepseekMTP(nn.Module):

@@ -6,24 +6,27 @@ fuse are filled slice by slice. What is missing, unexpected or of another shape 
 
 from __future__ import annotations
 
-import json
+import itertools
 import re
-from collections.abc import Callable, Iterator
-from pathlib import Path
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from specgen.errors import ModelError
-from specgen.models.attention import MLAAttention
-from specgen.models.config import DeepseekV3Config
-from specgen.models.deepseek_v3 import DecoderLayer, DeepseekV3ForCausalLM, MoE
-from specgen.models.layers import MLP
-from specgen.models.mtp import DeepseekMTP
+from specgen.models.checkpoint import Checkpoint, StoredTensor, TensorFile
+from specgen.models.fp8 import apply_scales, scale_names
+from specgen.models.staging import Staging
 
-# Stored by old exporters, computed here.
-_COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
+# Stored by old exporters and computed here, or of activations, which are not quantised.
+_COMPUTED = re.compile(r"\.(rotary_emb\.inv_freq|input_scale)$")
+# Reading on a GPU machine: threads, and the bytes that one of them takes at a time.
+_NUM_THREADS = 8
+_UNIT_BYTES = 256 << 20
+
+OnProgress = Callable[[int, int], None]
 
 
 class Target(NamedTuple):
@@ -36,170 +39,125 @@ class Target(NamedTuple):
 Plan = dict[str, Target]
 
 
-def _whole(weight: torch.Tensor) -> Target:
-    return Target(tuple(weight.shape), [(weight, None)])
-
-
-def _plan_mlp(plan: Plan, prefix: str, mlp: MLP) -> None:
-    gate, up = mlp.gate_up_proj.weight.chunk(2)
-    plan[prefix + "gate_proj.weight"] = _whole(gate)
-    plan[prefix + "up_proj.weight"] = _whole(up)
-    plan[prefix + "down_proj.weight"] = _whole(mlp.down_proj.weight)
-
-
-def _plan_moe(plan: Plan, prefix: str, moe: MoE) -> None:
-    plan[prefix + "gate.weight"] = _whole(moe.gate)
-    plan[prefix + "gate.e_score_correction_bias"] = _whole(moe.correction_bias)
-    for i in range(moe.w13.shape[0]):
-        gate, up = moe.w13[i].chunk(2)
-        plan[f"{prefix}experts.{i}.gate_proj.weight"] = _whole(gate)
-        plan[f"{prefix}experts.{i}.up_proj.weight"] = _whole(up)
-        plan[f"{prefix}experts.{i}.down_proj.weight"] = _whole(moe.w2[i])
-    if moe.shared_experts is not None:
-        _plan_mlp(plan, prefix + "shared_experts.", moe.shared_experts)
-
-
-def _plan_attention(plan: Plan, prefix: str, attn: MLAAttention) -> None:
-    a_weight = attn.qkv_a_proj.weight
-    if attn.has_q_lora:
-        plan[prefix + "q_a_proj.weight"] = _whole(a_weight[: attn.q_size])
-        plan[prefix + "q_a_layernorm.weight"] = _whole(attn.q_a_layernorm.weight)
-        plan[prefix + "q_b_proj.weight"] = _whole(attn.q_b_proj.weight)
-    else:
-        plan[prefix + "q_proj.weight"] = _whole(a_weight[: attn.q_size])
-    plan[prefix + "kv_a_proj_with_mqa.weight"] = _whole(a_weight[attn.q_size :])
-    plan[prefix + "kv_a_layernorm.weight"] = _whole(attn.kv_a_layernorm.weight)
-    heads, nope, value, rank = attn.num_heads, attn.nope, attn.value, attn.rank
-    plan[prefix + "kv_b_proj.weight"] = Target(
-        (heads * (nope + value), rank),
-        [
-            (attn.w_uk.transpose(1, 2), lambda t: t.view(heads, nope + value, rank)[:, :nope]),
-            (attn.w_uv, lambda t: t.view(heads, nope + value, rank)[:, nope:]),
-        ],
-    )
-    plan[prefix + "o_proj.weight"] = _whole(attn.o_proj.weight)
-
-
-def _plan_decoder_layer(plan: Plan, prefix: str, layer: DecoderLayer) -> None:
-    plan[prefix + "input_layernorm.weight"] = _whole(layer.input_layernorm.weight)
-    plan[prefix + "post_attention_layernorm.weight"] = _whole(layer.post_attention_layernorm.weight)
-    _plan_attention(plan, prefix + "self_attn.", layer.self_attn)
-    if isinstance(layer.mlp, MoE):
-        _plan_moe(plan, prefix + "mlp.", layer.mlp)
-    else:
-        _plan_mlp(plan, prefix + "mlp.", layer.mlp)
-
-
-def plan_target(model: DeepseekV3ForCausalLM) -> Plan:
-    """Every tensor of the target, by its name in a DeepSeek-V3 checkpoint."""
-    plan: Plan = {
-        "model.embed_tokens.weight": _whole(model.embed_tokens.weight),
-        "model.norm.weight": _whole(model.norm.weight),
-        "lm_head.weight": _whole(model.lm_head.weight),
-    }
-    for i, layer in enumerate(model.layers):
-        assert isinstance(layer, DecoderLayer)
-        _plan_decoder_layer(plan, f"model.layers.{i}.", layer)
-    return plan
-
-
-def plan_mtp(mtp: DeepseekMTP, config: DeepseekV3Config, names: frozenset[str]) -> Plan:
-    """Every tensor of the draft layers: they stand behind the target's layers; own embedding and heads where stored."""
-    plan: Plan = {}
-    for i, layer in enumerate(mtp.layers):
-        prefix = f"model.layers.{config.num_hidden_layers + i}."
-        _plan_decoder_layer(plan, prefix, layer.mtp_block)  # type: ignore[arg-type]
-        for name in ("enorm", "hnorm", "eh_proj"):
-            plan[f"{prefix}{name}.weight"] = _whole(getattr(layer, name).weight)
-        plan[prefix + "shared_head.norm.weight"] = _whole(layer.shared_head_norm.weight)  # type: ignore[arg-type, union-attr]
-        if prefix + "shared_head.head.weight" in names:
-            plan[prefix + "shared_head.head.weight"] = _whole(mtp.heads[i].weight)  # type: ignore[arg-type]
-    embedding = f"model.layers.{config.num_hidden_layers}.embed_tokens.weight"
-    if embedding in names:
-        plan[embedding] = _whole(mtp.embed_tokens.weight)
-    return plan
-
-
-class Checkpoint:
-    """The safetensors files of a folder and where each tensor is. Opens files by memory map; never unpickles."""
-
-    def __init__(self, folder: Path) -> None:
-        """Lists the tensors.
-
-        Raises:
-            ModelError: no safetensors file, a damaged one, or an index that names a missing file.
-        """
-        self.folder = folder
-        self.files: dict[str, Path] = {}
-        for path in self._paths():
-            with self._open(path) as file:
-                self.files.update(dict.fromkeys(file.keys(), path))
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Names of all stored tensors."""
-        return frozenset(self.files)
-
-    def _paths(self) -> list[Path]:
-        index = self.folder / "model.safetensors.index.json"
-        if not index.is_file():
-            paths = sorted(self.folder.glob("*.safetensors"))
-            if not paths:
-                raise ModelError("no *.safetensors file", where=str(self.folder), hint="only safetensors are loaded")
-            return paths
-        try:
-            stored = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ModelError(f"not a safetensors index: {error}", where=str(index)) from error
-        paths = [self.folder / name for name in stored]
-        for path in paths:
-            if not path.is_file() or path.parent != self.folder:
-                raise ModelError(f"names the file {path.name!r}, which is not there", where=str(index))
-        return paths
-
-    @staticmethod
-    def _open(path: Path) -> safe_open:
-        try:
-            return safe_open(path, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"damaged or truncated: {error}", where=str(path), hint="fetch the file again") from error
-
-    def read(self, names: set[str]) -> Iterator[tuple[str, Path, torch.Tensor]]:
-        """Yields (name, file, tensor) for the given names, file by file."""
-        for path in sorted(set(self.files.values())):
-            wanted = sorted(name for name in names if self.files[name] == path)
-            if wanted:
-                with self._open(path) as file:
-                    for name in wanted:
-                        yield name, path, file.get_tensor(name)
-
-
-@torch.no_grad()
-def load_weights(checkpoint: Checkpoint, plan: Plan, unused_prefixes: tuple[str, ...]) -> int:
+def load_weights(
+    checkpoint: Checkpoint,
+    plan: Plan,
+    unused_prefixes: tuple[str, ...],
+    on_progress: OnProgress | None = None,
+    num_threads: int | None = None,
+) -> int:
     """Fills every weight of the plan; returns the bytes read. Tensors named by `unused_prefixes` may be left over.
 
+    `on_progress(bytes so far, bytes in all)` is called from the threads that read. `num_threads` None is one on the
+    CPU, whose copies go at the memory's speed, and several on a GPU, each with a page-locked buffer and a stream.
+
     Raises:
-        ModelError: a tensor is missing, is not in the plan, or has another shape or an integer dtype.
+        ModelError: a tensor is missing, is not in the plan, has another shape or an integer dtype, or is not finite.
     """
     missing = sorted(plan.keys() - checkpoint.names)
     if missing:
         raise ModelError(
             f"{len(missing)} tensors are missing, the first is {missing[0]!r}", where=str(checkpoint.folder)
         )
-    left = [n for n in checkpoint.names - plan.keys() if not n.startswith(unused_prefixes) and not _COMPUTED.search(n)]
+    scales = scale_names(checkpoint.tensors, plan)
+    left = [
+        name
+        for name in checkpoint.names - plan.keys() - set(scales.values())
+        if not name.startswith(unused_prefixes) and not _COMPUTED.search(name)
+    ]
     if left:
         name = min(left)
-        raise ModelError(f"unexpected tensor {name!r} ({len(left)} in all)", where=str(checkpoint.files[name]))
-    num_bytes = 0
-    for name, path, tensor in checkpoint.read(set(plan)):
-        target = plan[name]
-        if tuple(tensor.shape) != target.shape:
+        where = str(checkpoint.tensors[name].path)
+        raise ModelError(f"unexpected tensor {name!r} ({len(left)} in all)", where=where)
+    units = checkpoint.units(plan, _UNIT_BYTES)
+    for stored in itertools.chain.from_iterable(units):
+        if stored.shape != plan[stored.name].shape:
             raise ModelError(
-                f"{name!r} has shape {list(tensor.shape)}; config.json asks for {list(target.shape)}", where=str(path)
+                f"{stored.name!r} has shape {list(stored.shape)}; config.json asks for {list(plan[stored.name].shape)}",
+                where=str(stored.path),
             )
-        if not tensor.is_floating_point() or tensor.element_size() == 1:
-            raise ModelError(f"{name!r} has dtype {tensor.dtype}, which is not supported", where=str(path))
-        for weight, part in target.parts:
-            weight.copy_(tensor if part is None else part(tensor))
-        num_bytes += tensor.nbytes
-    return num_bytes
+        _ = stored.dtype  # refuses what is not supported
+    progress = _Progress(sum(stored.num_bytes for unit in units for stored in unit), on_progress)
+    device = next(iter(plan.values())).parts[0][0].device
+    num_threads = num_threads or (1 if device.type == "cpu" else _NUM_THREADS)
+    if num_threads == 1:
+        for unit in units:
+            _load_unit(unit, plan, progress)
+    else:
+        # Largest first, so that no thread is left with a large one at the end.
+        units.sort(key=lambda unit: -sum(stored.num_bytes for stored in unit))
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="load") as pool:
+            for done in [pool.submit(_load_unit, unit, plan, progress) for unit in units]:
+                done.result()
+    scale_bytes = apply_scales(checkpoint, plan, scales)
+    _require_finite(checkpoint, plan)
+    return progress.total + scale_bytes
+
+
+def _require_finite(checkpoint: Checkpoint, plan: Plan) -> None:
+    """Raises ModelError, naming the tensor, if a weight holds NaN or infinity: every token would follow from it."""
+    weights = [(name, weight) for name, target in plan.items() for weight, _ in target.parts]
+    bounds = torch.stack([torch.stack(torch.aminmax(weight)).float() for _, weight in weights])
+    for (name, _), is_finite in zip(weights, bounds.isfinite().all(1).tolist(), strict=True):
+        if not is_finite:
+            where = str(checkpoint.tensors[name].path)
+            raise ModelError(f"{name!r} holds NaN or infinite values", where=where, hint="fetch the file again")
+
+
+class _Progress:
+    """Counts bytes over all threads."""
+
+    def __init__(self, total: int, on_progress: OnProgress | None) -> None:
+        self.total = total
+        self._done = 0
+        self._lock = threading.Lock()
+        self._on_progress = on_progress
+
+    def add(self, num_bytes: int) -> None:
+        with self._lock:
+            self._done += num_bytes
+            if self._on_progress is not None:
+                self._on_progress(self._done, self.total)
+
+
+@torch.no_grad()
+def _load_unit(unit: list[StoredTensor], plan: Plan, progress: _Progress) -> None:
+    device = plan[unit[0].name].parts[0][0].device
+    with TensorFile(unit[0].path) as file:
+        if device.type == "cuda":
+            with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+                _load_tensors(unit, file, plan, Staging(device), progress)
+        else:
+            _load_tensors(unit, file, plan, Staging(device), progress)
+
+
+def _load_tensors(
+    unit: list[StoredTensor], file: TensorFile, plan: Plan, staging: Staging, progress: _Progress
+) -> None:
+    for stored in unit:
+        staging.fill(plan[stored.name], stored, file)
+        progress.add(stored.num_bytes)
+    staging.wait()
+
+
+@torch.no_grad()
+def fill_random(plan: Plan, seed: int, dtype: torch.dtype, on_progress: OnProgress | None = None) -> int:
+    """Fills every weight of the plan at the scale of a trained model; returns the bytes filled.
+
+    Matrices are normal with variance 1 / inputs, so that activations keep their size from layer to layer and tokens
+    spread over the experts; norms are 1, the router's bias is 0. All values are such as `dtype` holds.
+    """
+    generators: dict[torch.device, torch.Generator] = {}
+    progress = _Progress(sum(w.nbytes for t in plan.values() for w, _ in t.parts), on_progress)
+    for name, target in plan.items():
+        for weight, _ in target.parts:
+            device = weight.device
+            if device not in generators:
+                generators[device] = torch.Generator(device).manual_seed(seed)
+            if len(target.shape) == 1:
+                weight.fill_(0.0 if name.endswith("bias") else 1.0)
+            else:
+                values = torch.empty(weight.shape, dtype=dtype, device=device)
+                weight.copy_(values.normal_(0.0, target.shape[-1] ** -0.5, generator=generators[device]))
+            progress.add(weight.nbytes)
+    return progress.total

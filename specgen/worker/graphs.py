@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 _SHORTEST = 1024  # tokens; graphs differ in the longest sequence they can hold, by powers of two from here
 
+Result = TypeVar("Result")
 RunStep = Callable[[InputBatch], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -36,6 +37,24 @@ def batch_sizes(max_num_seqs: int) -> list[int]:
         sizes.append(size)
         size += max(1, 1 << max(0, size.bit_length() - 3)) if size > 4 else size
     return [*sizes, max_num_seqs]
+
+
+def rounded_seq_len(longest: int, limit: int) -> int:
+    """The bound of sequence lengths that a graph is captured for: a power of two, at most `limit`."""
+    return min(limit, max(_SHORTEST, 1 << (longest - 1).bit_length()))
+
+
+def capture(run: Callable[[], Result], pool: tuple[int, int]) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """A graph of `run`, and the result that its replays fill. `run` goes once before, for kernels to be compiled."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # type: ignore[arg-type]
+        result = run()
+    return graph, result
 
 
 class _Graph(NamedTuple):
@@ -49,9 +68,15 @@ class DecodeGraphs:
     """The captured steps of one runner. `run_step` is the whole step after its inputs are prepared."""
 
     def __init__(
-        self, run_step: RunStep, states: RequestStates, max_num_seqs: int, num_drafts: int, block_size: int
+        self,
+        run_step: RunStep,
+        states: RequestStates,
+        max_num_seqs: int,
+        num_drafts: int,
+        block_size: int,
+        pool: tuple[int, int],
     ) -> None:
-        """`num_drafts` is K; `block_size` in tokens."""
+        """`num_drafts` is K; `block_size` in tokens; `pool` is memory shared with other graphs of the same stream."""
         self._run_step = run_step
         self._states = states
         self._sizes = batch_sizes(max_num_seqs)
@@ -59,7 +84,7 @@ class DecodeGraphs:
         self._block_size = block_size
         self._max_seq_len = states.block_tables.shape[1] * block_size
         self._graphs: dict[tuple[int, int, ProcessorNeeds], _Graph] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool = pool
 
     def fits(self, rows: list[ScheduledRow]) -> bool:
         """Whether every row only decodes."""
@@ -69,7 +94,7 @@ class DecodeGraphs:
         """Launches the step; `sampled [B, K+1] int64` and `num_sampled [B] int32`, valid until the next launch."""
         size = next(s for s in self._sizes if s >= len(rows))
         longest = max(row.num_computed_after for row in rows) + self._num_drafts
-        max_seq_len = min(self._max_seq_len, max(_SHORTEST, 1 << (longest - 1).bit_length()))
+        max_seq_len = rounded_seq_len(longest, self._max_seq_len)
         key = (size, max_seq_len, needs)
         if key not in self._graphs:
             self._graphs[key] = self._capture(*key)
@@ -84,17 +109,10 @@ class DecodeGraphs:
     def _capture(self, size: int, max_seq_len: int, needs: ProcessorNeeds) -> _Graph:
         start = time.perf_counter()
         inputs = torch.full((2, size), -1, dtype=torch.int32, device=self._states.device)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._run_step(
-                self._uniform_batch(inputs, max_seq_len, needs)
-            )  # compiles kernels; padded rows change nothing
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # type: ignore[arg-type]
-            sampled, num_sampled = self._run_step(self._uniform_batch(inputs, max_seq_len, needs))
-        self._pool = self._pool or graph.pool()
+        graph, (sampled, num_sampled) = capture(
+            lambda: self._run_step(self._uniform_batch(inputs, max_seq_len, needs)),  # padded rows change nothing
+            self._pool,
+        )
         logger.debug("captured a decode step of %d rows in %.2f s", size, time.perf_counter() - start)
         return _Graph(graph, inputs, sampled, num_sampled)
 

@@ -20,7 +20,7 @@ from specgen.worker.states import RequestStates, to_device
 class ProcessorNeeds(NamedTuple):
     """Whether any row of a step needs a group of processors; what no row needs is left out.
 
-    filters: top-k or top-p. rules: allowed ids, biases, least length or bad words. Each combination that is met has
+    filters: top-k or top-p. rules: allowed ids, biases, least length, bad words or n-grams. Each combination that is met has
     CUDA graphs of its own, so that few groups are better than many.
     """
 
@@ -29,6 +29,14 @@ class ProcessorNeeds(NamedTuple):
     noise: bool
     min_p: bool = False
     rules: bool = False
+    typical_p: bool = False
+    raw_logprobs: bool = False
+    processed_logprobs: bool = False
+
+    @property
+    def logprobs(self) -> bool:
+        """Whether a row wants log-probabilities."""
+        return self.raw_logprobs or self.processed_logprobs
 
 
 class InputBatch(NamedTuple):
@@ -99,13 +107,16 @@ def processor_needs(slots: np.ndarray, states: RequestStates) -> ProcessorNeeds:
         noise=bool(states.is_random[slots].any()),
         min_p=bool(states.has_min_p[slots].any()),
         rules=bool(states.has_rules[slots].any()),
+        typical_p=bool(states.has_typical_p[slots].any()),
+        raw_logprobs=bool(states.has_raw_logprobs[slots].any()),
+        processed_logprobs=bool(states.has_processed_logprobs[slots].any()),
     )
 
 
 def build_batch(
     rows: list[ScheduledRow], states: RequestStates, max_seq_len: int, block_size: int, rewinds: bool
 ) -> InputBatch:
-    """The step's tensors; one copy to the device. `max_seq_len` bounds the tokens of any row after the step.
+    """The step's tensors; one copy to the device. `max_seq_len` bounds any row's tokens after the step, drafts too.
 
     `rewinds`: whether rows may recompute positions behind a prefix hit, which must not be written again.
     """

@@ -6,18 +6,25 @@ sampled ids to the host, which is read when it is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from specgen.engine.scheduler import ModelRunnerOutput, SchedulerOutput
+from specgen.engine.request import NAN_TOKEN
+from specgen.engine.scheduler import ModelRunnerOutput, ScheduledRow, SchedulerOutput
+from specgen.kernels.logprobs import Logprobs, gather_logprobs
 from specgen.kernels.post_update import post_update
+from specgen.kernels.ratio import ratio_sample
 from specgen.kernels.rejection import get_num_sampled_and_rejected, rejection_sample
-from specgen.models.deepseek_v3 import DeepseekV3ForCausalLM
+from specgen.kernels.synthetic_rejection import conditional_rates, synthetic_rejection_sample
+from specgen.models.context import AttentionContext
+from specgen.models.families import TargetModel
+from specgen.worker.forward_graphs import ForwardGraphs
 from specgen.worker.graphs import DecodeGraphs
 from specgen.worker.input_batch import InputBatch, build_batch, processor_needs
+from specgen.worker.logprobs import PromptPart, SampledLogprobs, judge_prompts, to_host
 from specgen.worker.sampler import Sampler, SamplingRows
 from specgen.worker.speculator import Drafter
 from specgen.worker.states import RequestStates, to_device
@@ -30,6 +37,7 @@ class ForwardStep(NamedTuple):
     batch: InputBatch
     hidden: torch.Tensor
     num_spec_tokens: int
+    rows: list[ScheduledRow]
 
 
 class LaunchedStep(NamedTuple):
@@ -51,10 +59,18 @@ class LogitsSeen(NamedTuple):
 
 
 class SampledStep:
-    """A step's sampled ids on their way to the host."""
+    """A step's sampled ids on their way to the host, with log-probabilities where rows want them."""
 
-    def __init__(self, sampled: torch.Tensor, num_sampled: torch.Tensor) -> None:
+    def __init__(
+        self,
+        sampled: torch.Tensor,
+        num_sampled: torch.Tensor,
+        logprobs: SampledLogprobs | None = None,
+        prompt_parts: Sequence[PromptPart] = (),
+    ) -> None:
         """`sampled [B, K+1] int64`, `num_sampled [B] int32`; starts the copy."""
+        self._logprobs = logprobs
+        self._prompt_parts = prompt_parts
         packed = torch.cat([num_sampled.to(torch.int64).unsqueeze(1), sampled], dim=1)
         self._event: torch.cuda.Event | None = None
         if packed.is_cuda:
@@ -69,7 +85,13 @@ class SampledStep:
         """Waits for the copy; a list of ids a row."""
         if self._event is not None:
             self._event.synchronize()
-        return ModelRunnerOutput([row[1 : 1 + row[0]] for row in self._packed.tolist()])
+        token_ids = [row[1 : 1 + row[0]] for row in self._packed.tolist()]
+        if self._logprobs is None and not self._prompt_parts:
+            return ModelRunnerOutput(token_ids)
+        logprobs = None
+        if self._logprobs is not None:
+            logprobs = [self._logprobs.of(b, len(row_ids)) for b, row_ids in enumerate(token_ids)]
+        return ModelRunnerOutput(token_ids, logprobs, {part.row: part.get() for part in self._prompt_parts})
 
 
 class ModelRunner:
@@ -77,7 +99,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        target: DeepseekV3ForCausalLM,
+        target: TargetModel,
         kv_caches: torch.Tensor,
         states: RequestStates,
         sampler: Sampler,
@@ -85,8 +107,11 @@ class ModelRunner:
         max_model_len: int,
         num_speculative_tokens: int,
         rewinds: bool,
+        acceptance: tuple[float, ...] | None = None,
     ) -> None:
         """`kv_caches [layers, blocks, block_size, latent]` of the target; see `build_batch` for `rewinds`.
+
+        `acceptance`: P(the first i drafts accepted) for i from 1 up, by lot; None judges drafts by what they are.
 
         `on_logits`, if it is set, is given the logits of every step that does not run as a graph.
         """
@@ -98,16 +123,28 @@ class ModelRunner:
         self.max_model_len = max_model_len
         self.num_speculative_tokens = num_speculative_tokens
         self.rewinds = rewinds
+        self._rates: torch.Tensor | None = None
+        if acceptance is not None:
+            rates = conditional_rates(acceptance[:num_speculative_tokens])
+            self._rates = torch.tensor(rates, dtype=torch.float32, device=kv_caches.device)
         self.timer = StepTimer(kv_caches.device)
         self.graphs: DecodeGraphs | None = None
+        self.forward_graphs: ForwardGraphs | None = None
         self.on_logits: Callable[[LogitsSeen], None] | None = None
         self._state: ForwardStep | LaunchedStep | None = None
+        self._judged: tuple[torch.Tensor, Logprobs] | None = None
+        self._bad_rows: torch.Tensor | None = None
         self._last_slots = np.zeros(0, dtype=np.int64)
 
-    def use_graphs(self, max_num_seqs: int) -> None:
-        """Runs decode steps of up to `max_num_seqs` rows as CUDA graphs from now on."""
-        block_size = self.kv_caches.shape[2]
-        self.graphs = DecodeGraphs(self._run_step, self.states, max_num_seqs, self.num_speculative_tokens, block_size)
+    def use_graphs(self, max_num_seqs: int, max_num_tokens: int) -> None:
+        """Runs decode steps of up to `max_num_seqs` rows as CUDA graphs from now on, of other steps the target."""
+        block_size, k = self.kv_caches.shape[2], self.num_speculative_tokens
+        pool = torch.cuda.graph_pool_handle()
+        self.graphs = DecodeGraphs(self._run_step, self.states, max_num_seqs, k, block_size, pool)
+        self.forward_graphs = ForwardGraphs(self._forward, max_num_seqs, max_num_tokens, self.max_model_len + k, pool)
+
+    def _forward(self, input_ids: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+        return self.target(input_ids, context, self.kv_caches)
 
     @torch.inference_mode()
     def execute_model(self, step: SchedulerOutput) -> None:
@@ -117,16 +154,20 @@ class ModelRunner:
         self.states.add_blocks(step.rows)
         slots = np.fromiter((row.slot for row in step.rows), np.int64, len(step.rows))
         self._last_slots = slots
-        if self.graphs is not None and self.graphs.fits(step.rows):
+        self.timer.begin_step(len(step.rows) if all(row.is_decode for row in step.rows) else 0)
+        needs = processor_needs(slots, self.states)
+        if self.graphs is not None and self.graphs.fits(step.rows) and not needs.logprobs:
             self.timer.begin("graph")
-            self._state = LaunchedStep(*self.graphs.run(step.rows, processor_needs(slots, self.states)))
+            self._state = LaunchedStep(*self.graphs.run(step.rows, needs))
             self.timer.end()
             return
         self.timer.begin("target")
-        max_seq_len = min(max(row.num_computed_after for row in step.rows), self.max_model_len)
+        longest = max(row.num_computed_after for row in step.rows)
+        max_seq_len = min(longest + self.num_speculative_tokens, self.max_model_len)
         batch = build_batch(step.rows, self.states, max_seq_len, self.kv_caches.shape[2], self.rewinds)
-        hidden = self.target(batch.input_ids, batch.context, self.kv_caches)
-        self._state = ForwardStep(batch, hidden, step.num_spec_tokens)
+        forward = self._forward if self.forward_graphs is None else self.forward_graphs.run
+        hidden = forward(batch.input_ids, batch.context)
+        self._state = ForwardStep(batch, hidden, step.num_spec_tokens, step.rows)
 
     @torch.inference_mode()
     def sample_tokens(self) -> SampledStep:
@@ -137,25 +178,48 @@ class ModelRunner:
             return SampledStep(*state)
         self.timer.begin("sampling")
         sampled, num_sampled, num_rejected = self._verify(state.batch, state.hidden)
-        result = SampledStep(sampled, num_sampled)
+        result = SampledStep(sampled, num_sampled, *self._logprobs_of(state))
         self.timer.begin("draft")
         if self.drafter is not None:
             self.drafter.propose(state.batch, state.hidden, num_sampled, num_rejected, state.num_spec_tokens)
         self.timer.end()
         return result
 
+    def _logprobs_of(self, state: ForwardStep) -> tuple[SampledLogprobs | None, list[PromptPart]]:
+        """Starts the copies of what the step's rows want to know, of sampled tokens and of prompts."""
+        seen, self._judged = self._judged, None
+        rows, states = state.rows, self.states
+        sampled = None
+        if seen is not None:
+            first = np.cumsum([0, *(row.num_draft_tokens + 1 for row in rows)]).tolist()
+            wanted = [int(states.num_wanted[row.slot]) for row in rows]
+            sampled = SampledLogprobs(to_host(*seen), first, wanted)
+        return sampled, judge_prompts(rows, states, state.hidden, self.target.compute_logits)
+
     def _run_step(self, batch: InputBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """The whole step, as a graph captures it: `sampled [B, K+1]` and `num_sampled [B]`."""
+        self.timer.mark_captured("target")
         hidden = self.target(batch.input_ids, batch.context, self.kv_caches)
+        self.timer.mark_captured("sampling")
         sampled, num_sampled, num_rejected = self._verify(batch, hidden)
+        self.timer.mark_captured("draft")
         if self.drafter is not None:
             self.drafter.propose(batch, hidden, num_sampled, num_rejected, self.num_speculative_tokens)
+        self.timer.mark_captured("")
         return sampled, num_sampled
 
     def _verify(self, batch: InputBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Samples, compares with the drafts, updates the state; `sampled`, `num_sampled`, `num_rejected`."""
+        """Samples, compares with the drafts, updates the state; `sampled`, `num_sampled`, `num_rejected`.
+
+        `sampled` is for the host: `NAN_TOKEN` stands for a token whose logits are not numbers.
+        """
         sampled, num_sampled, num_rejected = self._sample(batch, hidden)
         self._postprocess(batch, sampled, num_sampled, num_rejected)
+        bad, self._bad_rows = self._bad_rows, None
+        if bad is not None:
+            column = torch.arange(sampled.shape[1], device=sampled.device)
+            at = (batch.cu_num_logits[:-1, None] + column).clamp(max=bad.shape[0] - 1)
+            sampled = sampled.masked_fill(bad[at] & (column < num_sampled[:, None]), NAN_TOKEN)
         return sampled, num_sampled, num_rejected
 
     def _sample(self, batch: InputBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -170,15 +234,55 @@ class ModelRunner:
             needs=batch.needs,
         )
         logits = self.target.compute_logits(hidden[batch.logits_indices])
-        given = logits.clone() if self.on_logits is not None else logits  # the sampler works in place
-        target_sampled = self.sampler.sample(logits, rows)
+        # the sampler works in place
+        given = logits.clone() if self.on_logits is not None or rows.needs.raw_logprobs else logits
+        by_ratio = self.states.draft_logits.shape[0] > 0 and rows.needs.noise
+        keep = by_ratio or self.on_logits is not None or rows.needs.processed_logprobs
+        target_sampled, self._bad_rows = self.sampler.sample(logits, rows, keep=keep)
         if self.on_logits is not None:
             self.on_logits(LogitsSeen(given, logits, target_sampled))
-        sampled, num_sampled = rejection_sample(target_sampled, ids, batch.cu_num_logits, self.num_speculative_tokens)
+        if by_ratio:
+            # an accepted draft, or what replaces it: strict comparison with the drafts does the rest
+            target_sampled = ratio_sample(
+                logits,
+                target_sampled,
+                ids,
+                self.states.draft_logits,
+                rows.row_slots,
+                rows.spec_count,
+                rows.positions,
+                self.states.seeds,
+                self.states.temperature,
+            )
+        if rows.needs.logprobs:
+            self._judge(given, logits, rows, target_sampled)
+        if self._rates is not None:
+            sampled, num_sampled = synthetic_rejection_sample(
+                target_sampled,
+                ids,
+                batch.cu_num_logits,
+                batch.row_slots,
+                rows.positions,
+                self.states.seeds,
+                self._rates,
+            )
+        else:
+            sampled, num_sampled = rejection_sample(
+                target_sampled, ids, batch.cu_num_logits, self.num_speculative_tokens
+            )
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             num_sampled, batch.context.seq_lens, batch.cu_num_logits, batch.idx_mapping, self.states.prefill_len
         )
         return sampled, num_sampled, num_rejected
+
+    def _judge(self, given: torch.Tensor, processed: torch.Tensor, rows: SamplingRows, sampled: torch.Tensor) -> None:
+        """Keeps the log-probabilities of the step's tokens, by the model's logits or by what they were drawn from."""
+        s, out = self.states, Logprobs.empty(len(sampled), sampled.device)
+        if rows.needs.raw_logprobs:
+            gather_logprobs(given, rows.row_slots, sampled, s.num_raw_logprobs, out)
+        if rows.needs.processed_logprobs:
+            gather_logprobs(processed, rows.row_slots, sampled, s.num_processed_logprobs, out)
+        self._judged = sampled, out
 
     def _postprocess(
         self, batch: InputBatch, sampled: torch.Tensor, num_sampled: torch.Tensor, num_rejected: torch.Tensor

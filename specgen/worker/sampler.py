@@ -7,9 +7,11 @@ before it, its seed and its position; see `specgen.kernels.gumbel` for the noise
     logit_bias           added
     min_tokens           EOS and stop ids become -inf while the row is shorter
     repetition, frequency and presence penalty
+    no_repeat_ngram_size the token that would repeat a sequence becomes -inf
     bad_words_ids        the token that would complete a word becomes -inf
     temperature          from here on at temperature > 0 only: at 0 none of it would change the arg max
     top_k, top_p, min_p  what they remove becomes -inf; equal logits stay or go together
+    typical_p            the same
     noise, arg max       ties go to the lowest id
 
 -inf stays -inf through all of it. NaN is never chosen: filters remove it, the arg max takes it for -inf. A row in which
@@ -18,19 +20,13 @@ every token is -inf or NaN takes token 0; `SamplingParams` refuses the parameter
 
 from __future__ import annotations
 
+import enum
 from typing import NamedTuple
 
 import torch
 
-from specgen.kernels.allowed_ids import apply_allowed_ids
-from specgen.kernels.bad_words import apply_bad_words
-from specgen.kernels.gumbel import gumbel_sample
-from specgen.kernels.logit_bias import apply_logit_bias
-from specgen.kernels.min_p import apply_min_p
-from specgen.kernels.min_tokens import apply_min_tokens
-from specgen.kernels.penalties import apply_penalties
-from specgen.kernels.temperature import apply_temperature
-from specgen.kernels.top_k_top_p import apply_top_k_top_p
+from specgen.kernels.ratio import DRAFT_STREAM
+from specgen.kernels.sample_tokens import LogitsRows, Sampled, SamplingTables, Wanted, sample_tokens
 from specgen.worker.input_batch import ProcessorNeeds
 from specgen.worker.states import RequestStates
 
@@ -51,49 +47,45 @@ class SamplingRows(NamedTuple):
     needs: ProcessorNeeds
 
 
+class Noise(enum.Enum):
+    """Which noise a draw is made with: the row's own, which target and drafts share; one for drafts alone; none."""
+
+    SHARED = enum.auto()
+    DRAFT = enum.auto()
+    NONE = enum.auto()
+
+
 class Sampler:
     """Processors and sampling over the parameters in `states`."""
 
     def __init__(self, states: RequestStates) -> None:
-        self.states = states
+        self._tables = SamplingTables(*(getattr(states, name) for name in SamplingTables._fields))
+        self._no_temperature = torch.zeros_like(states.temperature)
 
-    def sample(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-        """`logits [N, V] float32` (overwritten) -> token ids `[N] int64`."""
-        s = self.states
-        if rows.needs.rules:
-            apply_allowed_ids(logits, rows.row_slots, s.allowed_mask, s.num_allowed)
-            apply_logit_bias(logits, rows.row_slots, s.bias_ids, s.bias_values, s.num_biases)
-            apply_min_tokens(logits, rows.row_slots, rows.positions, s.end_mask, s.first_end)
-        if rows.needs.penalties:
-            apply_penalties(
-                logits,
-                rows.row_slots,
-                rows.spec_ids,
-                rows.spec_start,
-                rows.spec_count,
-                prompt_mask=s.prompt_mask,
-                output_counts=s.output_counts,
-                repetition_penalty=s.repetition_penalty,
-                frequency_penalty=s.frequency_penalty,
-                presence_penalty=s.presence_penalty,
-            )
-        if rows.needs.rules:
-            apply_bad_words(
-                logits,
-                rows.row_slots,
-                rows.spec_ids,
-                rows.spec_start,
-                rows.spec_count,
-                token_ids=s.token_ids,
-                total_len=s.total_len,
-                bad_word_ids=s.bad_word_ids,
-                bad_word_ends=s.bad_word_ends,
-                num_bad_words=s.num_bad_words,
-            )
-        if rows.needs.noise:
-            apply_temperature(logits, rows.row_slots, s.temperature)
-        if rows.needs.filters:
-            apply_top_k_top_p(logits, rows.row_slots, s.top_k, s.top_p)
-        if rows.needs.min_p:
-            apply_min_p(logits, rows.row_slots, s.min_p_reach)
-        return gumbel_sample(logits, rows.row_slots, rows.positions, s.seeds, s.temperature)
+    def sample(
+        self,
+        logits: torch.Tensor,
+        rows: SamplingRows,
+        noise: Noise = Noise.SHARED,
+        *,
+        keep: bool = True,
+        sharpness: float = 1.0,
+    ) -> Sampled:
+        """The tokens of `logits [N, V] float32`, which become the processed ones, divided by the temperature; without
+        `keep`, they are spoilt, which is quicker. `sharpness`: what the draw multiplies them with.
+        """
+        needs, tables = rows.needs, self._tables
+        if noise is Noise.DRAFT:
+            tables = tables._replace(seeds=tables.seeds ^ DRAFT_STREAM)
+        if noise is Noise.NONE:
+            tables = tables._replace(temperature=self._no_temperature)
+        wanted = Wanted(
+            rules=needs.rules,
+            penalties=needs.penalties,
+            noise=needs.noise and noise is not Noise.NONE,
+            filters=needs.filters,
+            min_p=needs.min_p,
+            typical_p=needs.typical_p,
+            keep=keep,
+        )
+        return sample_tokens(logits, LogitsRows(*rows[:5]), tables, wanted, sharpness)

@@ -15,14 +15,15 @@ positions yet and runs over all of them, so that its KV has no gap:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from specgen.kernels.draft_inputs import prepare_draft_decode, prepare_draft_prefill
-from specgen.models.mtp import DeepseekMTP
-from specgen.worker.input_batch import InputBatch
-from specgen.worker.sampler import Sampler, SamplingRows
+from specgen.models.families import DraftModel
+from specgen.worker.input_batch import InputBatch, ProcessorNeeds
+from specgen.worker.sampler import Noise, Sampler, SamplingRows
 from specgen.worker.states import RequestStates
 
 
@@ -44,17 +45,32 @@ class Drafter(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """How drafts are drawn.
+
+    noise: with which noise. processors: whether penalties, filters and rules act on them. sharpness: what processed
+    logits are multiplied with, with the target's noise; a draft layer knows less than the target, so that its own
+    distribution is flatter than the target's as a rule, and a sharper one meets the target's pick more often.
+    """
+
+    noise: Noise = Noise.SHARED
+    processors: bool = True
+    sharpness: float = 1.25
+
+
 class MTPSpeculator:
     """The drafter over a model's own MTP layers."""
 
     def __init__(
         self,
-        mtp: DeepseekMTP,
+        mtp: DraftModel,
         states: RequestStates,
         sampler: Sampler,
         kv_caches: torch.Tensor,
         max_model_len: int,
         num_speculative_tokens: int,
+        drafting: Drafting = Drafting(),
     ) -> None:
         """`kv_caches [num_layers, blocks, block_size, latent]` are the draft layers' part of the KV pool."""
         self.mtp = mtp
@@ -64,6 +80,7 @@ class MTPSpeculator:
         self.block_size = kv_caches.shape[2]
         self.max_model_len = max_model_len
         self.num_speculative_tokens = num_speculative_tokens
+        self.drafting = drafting
         num_slots = states.total_len.shape[0]
         hidden_size = mtp.embed_tokens.weight.shape[1]
         weight = mtp.embed_tokens.weight
@@ -163,7 +180,6 @@ class MTPSpeculator:
             query_start_loc=self._arange[: num_reqs + 1] * width,
             seq_lens=inputs.seq_lens,
             max_query_len=width,
-            max_seq_len=min(batch.context.max_seq_len + step, self.max_model_len),
         )
         out = self.mtp(layer, inputs.input_ids, hidden.flatten(0, 1), context, self.kv_caches[layer])
         return out.unflatten(0, (num_reqs, width))
@@ -171,8 +187,11 @@ class MTPSpeculator:
     def _sample(
         self, logits: torch.Tensor, batch: InputBatch, base_positions: torch.Tensor, drafts: torch.Tensor, step: int
     ) -> torch.Tensor:
-        """Draft `step` of each row, with the noise that the target will use for that token."""
+        """Draft `step` of each row, as `drafting` says: as a rule with the noise that the target will use there."""
         num_reqs, width = drafts.shape
+        needs = batch.needs
+        if not self.drafting.processors:
+            needs = ProcessorNeeds(penalties=False, filters=False, noise=needs.noise)
         start = self._arange[:num_reqs] * width
         rows = SamplingRows(
             row_slots=batch.idx_mapping,
@@ -180,6 +199,11 @@ class MTPSpeculator:
             spec_ids=drafts.flatten(),
             spec_start=start,
             spec_count=torch.full_like(start, step),
-            needs=batch.needs,
+            needs=needs,
         )
-        return self.sampler.sample(logits, rows)
+        keep = self.states.draft_logits.shape[0] > 0 and needs.noise
+        sharpness = self.drafting.sharpness if self.drafting.noise is Noise.SHARED else 1.0
+        sampled = self.sampler.sample(logits, rows, self.drafting.noise, keep=keep, sharpness=sharpness).token_ids
+        if keep:
+            self.states.draft_logits[batch.idx_mapping.long(), step] = logits
+        return sampled

@@ -25,6 +25,13 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def _num_logprobs(p: SamplingParams) -> tuple[int, int, int]:
+    """How many of the likeliest tokens a row wants, raw, processed and of its prompt; -1 is nothing at all."""
+    wanted = -1 if p.logprobs is None else p.logprobs
+    prompt = -1 if p.prompt_logprobs is None else p.prompt_logprobs
+    return (wanted, -1, prompt) if p.logprobs_mode == "raw" else (-1, wanted, prompt)
+
+
 class RequestStates:
     """Per-slot tensors, named as the kernels name them; shapes are `[R + 1, ...]`."""
 
@@ -36,8 +43,13 @@ class RequestStates:
         num_speculative_tokens: int,
         block_size: int,
         device: torch.device,
+        keeps_draft_logits: bool = False,
     ) -> None:
-        """All slots empty."""
+        """All slots empty.
+
+        `keeps_draft_logits`: whether what drafts are drawn from stays, as ratio verification needs it, which costs
+        (slots + 1) x K x vocabulary x 4 bytes.
+        """
         self.device = device
         self.vocab_size = vocab_size
         num_slots = max_num_seqs + 1
@@ -48,15 +60,18 @@ class RequestStates:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
         self.token_ids = zeros(num_slots, max_model_len)
-        self._counts = zeros(9, num_slots)
+        self._counts = zeros(13, num_slots)
         self.total_len, self.prefill_len, self.num_computed_tokens, self.kv_start = self._counts[:4]
-        self.top_k, self.num_biases, self.num_allowed, self.num_bad_words, self.first_end = self._counts[4:]
-        self._factors = zeros(6, num_slots, dtype=torch.float32)
-        self.temperature, self.top_p, self.min_p_reach = self._factors[:3]
-        self.repetition_penalty, self.frequency_penalty, self.presence_penalty = self._factors[3:]
+        self.top_k, self.num_biases, self.num_allowed, self.num_bad_words, self.first_end = self._counts[4:9]
+        self.ngram_size, self.num_raw_logprobs, self.num_processed_logprobs, self.num_prompt_logprobs = self._counts[9:]
+        self._factors = zeros(7, num_slots, dtype=torch.float32)
+        self.temperature, self.top_p, self.min_p_reach, self.typical_p = self._factors[:4]
+        self.repetition_penalty, self.frequency_penalty, self.presence_penalty = self._factors[4:]
         self.seeds = zeros(num_slots, dtype=torch.int64)
         self.last_sampled = zeros(num_slots, dtype=torch.int64)
         self.draft_tokens = zeros(num_slots, num_speculative_tokens, dtype=torch.int64)
+        num_kept = num_slots if keeps_draft_logits else 0
+        self.draft_logits = zeros(num_kept, num_speculative_tokens, vocab_size, dtype=torch.float32)
         self.output_counts = zeros(num_slots, vocab_size)
         self.prompt_mask = zeros(num_slots, -(-vocab_size // 32))
         self.bias_ids = zeros(num_slots, MAX_LOGIT_BIASES)
@@ -71,6 +86,13 @@ class RequestStates:
         self.has_filter = np.zeros(num_slots, dtype=bool)
         self.has_rules = np.zeros(num_slots, dtype=bool)
         self.has_min_p = np.zeros(num_slots, dtype=bool)
+        self.has_typical_p = np.zeros(num_slots, dtype=bool)
+        self.has_raw_logprobs = np.zeros(num_slots, dtype=bool)
+        self.has_processed_logprobs = np.zeros(num_slots, dtype=bool)
+        # tokens of a prompt whose log-probabilities are wanted; how many of the likeliest beside a token
+        self.prompt_to_judge = np.zeros(num_slots, dtype=np.int64)
+        self.num_prompt_wanted = np.zeros(num_slots, dtype=np.int64)
+        self.num_wanted = np.full(num_slots, -1, dtype=np.int64)
         self.is_random = np.zeros(num_slots, dtype=bool)
 
     def add(self, rows: list[NewRow]) -> None:
@@ -83,19 +105,23 @@ class RequestStates:
                 len(r.token_ids),
                 r.num_computed_tokens,
                 r.kv_start,
-                min(r.params.top_k, self.vocab_size),
+                min(r.params.top_k, self.vocab_size) if r.params.temperature > 0 else 0,
                 len(r.params.logit_bias),
                 len(r.params.allowed_token_ids or ()),
                 len(r.params.bad_words_ids),
                 min(r.num_prompt_tokens + r.params.min_tokens, 2**31 - 1) if r.params.min_tokens else 0,
+                r.params.no_repeat_ngram_size,
+                *_num_logprobs(r.params),
             )
             for r in rows
         ]
         factors = [
             (
                 p.temperature,
-                p.top_p,
-                -math.log(p.min_p) if p.min_p > 0 else math.inf,
+                # a greedy row has no filters, whatever its company needs: they would show in its log-probabilities
+                p.top_p if p.temperature > 0 else 1.0,
+                -math.log(p.min_p) if p.min_p > 0 and p.temperature > 0 else math.inf,
+                p.typical_p if p.temperature > 0 else 1.0,
                 p.repetition_penalty,
                 p.frequency_penalty,
                 p.presence_penalty,
@@ -118,8 +144,16 @@ class RequestStates:
         self.has_penalty[slot] = p.repetition_penalty != 1 or p.frequency_penalty != 0 or p.presence_penalty != 0
         self.has_filter[slot] = p.temperature > 0 and (0 < p.top_k < self.vocab_size or p.top_p < 1)
         self.has_min_p[slot] = p.temperature > 0 and p.min_p > 0
+        self.has_typical_p[slot] = p.temperature > 0 and p.typical_p < 1
         self.is_random[slot] = p.temperature > 0
-        self.has_rules[slot] = bool(p.allowed_token_ids or p.logit_bias or p.bad_words_ids or p.min_tokens)
+        self.has_rules[slot] = bool(
+            p.allowed_token_ids or p.logit_bias or p.bad_words_ids or p.min_tokens or p.no_repeat_ngram_size
+        )
+        self.has_raw_logprobs[slot] = p.logprobs is not None and p.logprobs_mode == "raw"
+        self.has_processed_logprobs[slot] = p.logprobs is not None and p.logprobs_mode == "processed"
+        self.num_wanted[slot] = -1 if p.logprobs is None else p.logprobs
+        self.prompt_to_judge[slot] = row.num_prompt_tokens if p.prompt_logprobs is not None else 0
+        self.num_prompt_wanted[slot] = p.prompt_logprobs or 0
         if self.has_rules[slot]:
             self._add_rules(slot, p, (*row.eos_token_ids, *p.stop_token_ids))
         if self.has_penalty[slot]:

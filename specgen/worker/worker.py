@@ -7,33 +7,41 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from specgen.engine.scheduler import NewRow, ScheduledRow, SchedulerOutput
 from specgen.errors import ModelError, RecipeError
-from specgen.models.config import DeepseekV3Config
+from specgen.models.config import ModelConfig
 from specgen.models.loading import load_model
+from specgen.models.weights import OnProgress
 from specgen.sampling_params import SamplingParams
 from specgen.worker.cpu_threads import CpuThreads
 from specgen.worker.input_batch import build_batch
 from specgen.worker.memory import MemoryBudget, plan_memory
 from specgen.worker.model_runner import ModelRunner, SampledStep
-from specgen.worker.sampler import Sampler
-from specgen.worker.speculator import Drafter, MTPSpeculator
+from specgen.worker.sampler import Noise, Sampler
+from specgen.worker.speculator import Drafter, Drafting, MTPSpeculator
 from specgen.worker.states import RequestStates
+from specgen.worker.trace import StepTrace
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """What a worker is built from; the recipe's values with `auto` resolved. Lengths in tokens."""
+    """What a worker is built from; the recipe's values with `auto` resolved. Lengths in tokens.
 
-    folder: Path
-    model: DeepseekV3Config
+    folder: None fills the model with random weights. acceptance: the rates at which drafts are accepted by lot.
+    by_ratio: drafts are judged by the ratio of the two distributions, and drawn with noise of their own. draft_folder: of
+    a draft head that takes the place of the model's own.
+    """
+
+    folder: Path | None
+    model: ModelConfig
     device: torch.device
     dtype: torch.dtype
     max_num_seqs: int
@@ -43,8 +51,12 @@ class WorkerConfig:
     num_blocks: int | None
     memory_fraction: float
     num_speculative_tokens: int
+    acceptance: tuple[float, ...] | None = None
+    drafting: Drafting = Drafting()
+    by_ratio: bool = False
     cuda_graphs: bool = True
     tune_cpu_threads: bool = False
+    draft_folder: Path | None = None
 
 
 DrafterFactory = Callable[[RequestStates, int], Drafter]
@@ -70,6 +82,11 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
+def resolve_block_size(block_size: int | None, device: torch.device) -> int:
+    """`None` is 64 tokens on CUDA, where an attention step's keys are then one piece of memory, and 16 elsewhere."""
+    return block_size or (64 if device.type == "cuda" else 16)
+
+
 def make_products_exact() -> None:
     """Takes cuBLAS its workspaces and TF32, so that a row's product does not depend on how many rows there are.
 
@@ -91,8 +108,15 @@ def _no_memory(error: BaseException) -> ModelError:
 class Worker:
     """Loads the model, sizes the KV pool and runs steps."""
 
-    def __init__(self, config: WorkerConfig, drafter_factory: DrafterFactory | None = None) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        drafter_factory: DrafterFactory | None = None,
+        on_load_progress: OnProgress | None = None,
+    ) -> None:
         """`drafter_factory(states, K)` replaces the model's own draft layers (tests and experiments).
+
+        `on_load_progress(bytes so far, in all)` is told how far the weights are, from any thread.
 
         Raises:
             ModelError, RecipeError: see `load_model` and `plan_memory`, or the machine lacks the memory.
@@ -102,6 +126,8 @@ class Worker:
             make_products_exact()
             torch.cuda.set_device(config.device)
         self._drafter_factory = drafter_factory
+        self._on_load_progress = on_load_progress
+        self.trace: StepTrace | None = None
         try:
             self._build()
         except (torch.OutOfMemoryError, MemoryError) as error:
@@ -114,16 +140,24 @@ class Worker:
     def _build(self) -> None:
         c = self.config
         num_own = 0 if self._drafter_factory is not None else c.num_speculative_tokens
-        self.model = load_model(c.folder, c.model, num_own, c.max_model_len, c.dtype, c.device)
+        self.model = load_model(
+            c.folder, c.model, num_own, c.max_model_len, c.dtype, c.device, self._on_load_progress, c.draft_folder
+        )
         self.num_draft_layers = self.model.mtp.num_layers if self.model.mtp is not None else 0
         self.states = RequestStates(
-            c.max_num_seqs, c.max_model_len, c.model.vocab_size, c.num_speculative_tokens, c.block_size, c.device
+            c.max_num_seqs,
+            c.max_model_len,
+            c.model.vocab_size,
+            c.num_speculative_tokens,
+            c.block_size,
+            c.device,
+            keeps_draft_logits=c.by_ratio and c.num_speculative_tokens > 0,
         )
         self.budget = self._plan_memory()
         self.kv_caches = self._new_kv_caches(self.budget.num_blocks)
         self.runner = self._new_runner(self.kv_caches)
         if self._uses_graphs:
-            self.runner.use_graphs(c.max_num_seqs)
+            self.runner.use_graphs(c.max_num_seqs, c.max_num_batched_tokens)
         self._threads = self._tuned_threads()
         self._started: float | None = None  # of a decode step, if it is timed for the threads
 
@@ -134,10 +168,14 @@ class Worker:
 
     def _kv_shape(self, num_blocks: int) -> tuple[int, int, int, int]:
         c = self.config
-        return (c.model.num_hidden_layers + self.num_draft_layers, num_blocks, c.block_size, c.model.latent_size)
+        return (c.model.num_hidden_layers + self.num_draft_layers, num_blocks, c.block_size, c.model.kv_width)
 
     def _new_kv_caches(self, num_blocks: int) -> torch.Tensor:
-        return torch.zeros(self._kv_shape(num_blocks), dtype=self.config.dtype, device=self.config.device)
+        shape, dtype = self._kv_shape(num_blocks), self.config.dtype
+        if self.config.device.type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=self.config.device)
+        # numpy's zeros are the system's: no page is touched before it is used, and most of a large pool never is
+        return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
     def _new_runner(self, kv_caches: torch.Tensor) -> ModelRunner:
         c = self.config
@@ -154,6 +192,7 @@ class Worker:
                 kv_caches[num_target_layers:],
                 c.max_model_len,
                 c.num_speculative_tokens,
+                replace(c.drafting, noise=Noise.DRAFT) if c.by_ratio else c.drafting,
             )
         return ModelRunner(
             self.model.target,
@@ -164,6 +203,7 @@ class Worker:
             c.max_model_len,
             c.num_speculative_tokens,
             rewinds=self.num_draft_layers > 1,
+            acceptance=c.acceptance,
         )
 
     def _plan_memory(self) -> MemoryBudget:
@@ -192,7 +232,9 @@ class Worker:
         lengths[0] += c.max_num_batched_tokens - sum(lengths)
         lengths = [min(n, c.max_model_len - 1) for n in lengths]
         num_blocks = 1 + -(-max(lengths) // c.block_size)
-        params = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logit_bias=((0, 1.0),))
+        params = SamplingParams(
+            temperature=1.0, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logit_bias=((0, 1.0),), logprobs=1
+        )
         step = SchedulerOutput(num_spec_tokens=c.num_speculative_tokens)
         for slot, length in enumerate(lengths):
             num_drafts = min(c.num_speculative_tokens, length - 1)
@@ -234,6 +276,8 @@ class Worker:
 
     def execute_model(self, step: SchedulerOutput) -> None:
         """See `ModelRunner.execute_model`."""
+        if self.trace is not None:
+            self.trace.before_step(len(step.rows) if all(row.is_decode for row in step.rows) else 0)
         if self._threads is not None and all(row.is_decode for row in step.rows):
             self._started = time.perf_counter()
         self.runner.execute_model(step)
@@ -252,6 +296,8 @@ class Worker:
 
     def shutdown(self) -> None:
         """Drops model and pool, and leaves torch's threads as they were."""
+        if self.trace is not None:
+            self.trace.stop()
         if self._threads is not None:
             self._threads.restore()
         del self.runner, self.kv_caches, self.model, self.states

@@ -19,7 +19,11 @@ from plain_deepseek import PlainDeepseek
 from safetensors.torch import load_file
 from scipy.stats import chi2
 
+from specgen.kernels.gumbel import gumbel_sample
+from specgen.kernels.ratio import DRAFT_STREAM
 from specgen.sampling_params import SamplingParams
+from specgen.worker.states import RequestStates
+from specgen.worker.worker import DrafterFactory
 
 FALSE_ALARM = 1e-6
 PROMPT = [17, 4, 33]
@@ -129,3 +133,80 @@ def test_drafts_change_no_token_and_so_no_distribution(tiny: Path, law: Law, dra
     assert law.run(tiny, k=2, **options) == law.plain
     share = law.accepted / law.drafted
     assert {"mtp": share > 0, "good": 0.5 < share < 0.8, "anti": share == 0}[drafter], share
+
+
+# ratio verification: not the plain text, but the plain distribution
+
+
+def drawn(logits_after: Callable[[list[int]], torch.Tensor]) -> DrafterFactory:
+    """A drafter that draws each draft from `logits_after(prefix)`, drafts included, and keeps what it drew from."""
+
+    class Drawn:
+        def __init__(self, states: RequestStates, num_speculative_tokens: int) -> None:
+            self.states, self.width = states, num_speculative_tokens
+
+        def propose(self, batch: Any, hidden: Any, num_sampled: Any, num_rejected: Any, num_spec: int) -> None:
+            s = self.states
+            for slot in batch.idx_mapping.tolist():
+                prefix = s.token_ids[slot, : int(s.total_len[slot])].tolist()
+                s.draft_tokens[slot] = -1
+                for i in range(min(num_spec, self.width)):
+                    s.draft_logits[slot, i] = logits_after(prefix)
+                    draft = gumbel_sample(
+                        s.draft_logits[slot, i, None],
+                        torch.tensor([slot], dtype=torch.int32),
+                        torch.tensor([len(prefix) - 1]),
+                        s.seeds ^ DRAFT_STREAM,
+                        s.temperature,
+                    )
+                    s.draft_tokens[slot, i] = draft[0]
+                    prefix.append(int(draft))
+
+    return Drawn
+
+
+def logits_of(law: Law, kind: str) -> Callable[[list[int]], torch.Tensor]:
+    """Draft logits: near the target's, against them, or only where the target has nothing."""
+
+    def after(prefix: list[int]) -> torch.Tensor:
+        right = law.second[prefix[3]] if len(prefix) == 4 else law.first
+        generator = torch.Generator().manual_seed(prefix[-1])
+        if kind == "good":
+            return (right.float().clamp(min=1e-4).log() + 0.3 * torch.randn(VOCAB, generator=generator)).float()
+        if kind == "bad":
+            return -2 * right.float().clamp(min=1e-4).log()
+        nothing = right == right.min()
+        return torch.where(nothing, 0.0, -torch.inf)
+
+    return after
+
+
+@pytest.mark.parametrize(
+    ("drafter", "asynchronous"), [("mtp", True), ("good", False), ("bad", True), ("disjoint", False)]
+)
+def test_by_ratio_tokens_follow_the_target(tiny: Path, law: Law, drafter: str, asynchronous: bool) -> None:
+    """The first two tokens jointly, the second at a draft position; other tokens than plain decoding's."""
+    options: dict[str, Any] = {} if drafter == "mtp" else {"drafter": drawn(logits_of(law, drafter))}
+    tokens = law.run(tiny, k=2, by_ratio=True, async_scheduling=asynchronous, **options)
+    joint = NUM_ROWS * law.first[:, None] * law.second
+    want: dict[Hashable, float] = {(a, b): float(joint[a, b]) for a, b in joint.nonzero().tolist()}
+    assert_follows(Counter((row[0], row[1]) for row in tokens), want)
+    assert [row[0] for row in tokens] == [row[0] for row in law.plain], "nothing was drafted there"
+    share = law.accepted / law.drafted
+    low, high = {"mtp": (0.001, 0.98), "good": (0.5, 0.98), "bad": (0.0, 0.2), "disjoint": (0.0, 0.05)}[drafter]
+    assert low <= share < high, share
+    if share > 0.1:
+        assert [row[1] for row in tokens] != [row[1] for row in law.plain]
+
+
+def test_by_ratio_a_greedy_row_has_the_plain_tokens(tiny: Path) -> None:
+    rows = [Row([i, 2 * i % VOCAB], SamplingParams(temperature=0.0, max_tokens=12), seed=i) for i in range(20)]
+    plain = Harness(tiny).run(rows)
+    got = Harness(tiny, k=3, by_ratio=True).run(rows)
+    assert [r.token_ids for r in got] == [r.token_ids for r in plain]
+
+
+def test_by_ratio_the_same_run_repeats_itself(tiny: Path) -> None:
+    rows = [Row([i], SamplingParams(temperature=0.9, top_k=9, max_tokens=12), seed=i) for i in range(20)]
+    first = Harness(tiny, k=3, by_ratio=True).run(rows)
+    assert [r.token_ids for r in Harness(tiny, k=3, by_ratio=True).run(rows)] == [r.token_ids for r in first]

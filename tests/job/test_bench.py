@@ -1,24 +1,40 @@
 """The benchmark's arithmetic and its fairness, on a scripted engine."""
 
+import gzip
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specgen.engine.request import EngineRequest
-from specgen.errors import EngineError, InputError
-from specgen.job.bench import BenchResult, Round, Side, read_bench_rows, run_bench
+from specgen.errors import EngineError, InputError, RecipeError
+from specgen.job.bench import (
+    BenchPlan,
+    Workload,
+    parse_shapes,
+    read_bench_rows,
+    rows_workload,
+    run_bench,
+    shape_workload,
+)
+from specgen.job.bench_result import BenchResult, Case, Machine, Round, Shape, Side
+from specgen.job.floor import Ceilings, Cost, Op
 from specgen.recipe import Recipe
 from specgen.stats import SpecStats
+from specgen.worker.timing import DecodeTimes
 
 
-def rows_of(workplace: Any, count: int) -> tuple[Recipe, Any]:
+def rows_of(workplace: Any, count: int, *ks: int) -> BenchPlan:
     workplace.write([{"id": i, "prompt": f"story {i}"} for i in range(count)])
-    recipe = workplace.recipe("speculation.num_tokens=2")
-    return recipe, read_bench_rows(recipe, count)
+    recipes = [workplace.recipe(f"speculation.num_tokens={k}") for k in ks or (0, 2)]
+    return BenchPlan(recipes, [rows_workload(read_bench_rows(recipes[0], count), workplace.tokenizer)])
+
+
+def with_rounds(plan: BenchPlan, num_rounds: int) -> BenchPlan:
+    return BenchPlan(plan.recipes, plan.workloads, num_rounds=num_rounds)
 
 
 def test_sides_alternate_on_fresh_engines_and_the_same_rows(workplace: Any, fake_engine: Any) -> None:
-    recipe, rows = rows_of(workplace, 5)
     made: list[tuple[int, Any]] = []
 
     def make_engine(side: Recipe) -> Any:
@@ -27,7 +43,7 @@ def test_sides_alternate_on_fresh_engines_and_the_same_rows(workplace: Any, fake
         return engine
 
     told: list[str] = []
-    result = run_bench(recipe, rows, workplace.tokenizer, make_engine, num_rounds=3, on_round=told.append)
+    result = run_bench(rows_of(workplace, 5), make_engine, on_note=told.append)
     assert [k for k, _ in made] == [0, 2, 2, 0, 0, 2]
     assert len({id(engine) for _, engine in made}) == 6
     for _, engine in made:
@@ -36,35 +52,153 @@ def test_sides_alternate_on_fresh_engines_and_the_same_rows(workplace: Any, fake
         assert warm_up.params.max_tokens == 8
         assert warm_up.prompt_token_ids == measured[0].prompt_token_ids[::-1]
     assert told[0] == "round 1 of 3, 0 drafts a step"
-    assert result.num_different_rows == 0
-    assert result.prompt_tokens == sum(len(r.prompt_token_ids) for r in made[0][1].requests[1:])
-    assert len(result.plain.rounds) == len(result.speculative.rounds) == 3
+    (case,) = result.cases
+    assert case.num_different_rows == 0
+    assert case.prompt_tokens == sum(len(r.prompt_token_ids) for r in made[0][1].requests[1:])
+    assert [len(side.rounds) for side in case.sides] == [3, 3]
+
+
+def test_shapes_share_an_engine_of_each_k(workplace: Any, fake_engine: Any) -> None:
+    """Every shape: a warm-up like the real thing, then the rounds; prompts of their length, the same for every K."""
+    shapes = [Shape(2, 7, 3), Shape(3, 5, 4)]
+    recipes = [workplace.recipe(f"speculation.num_tokens={k}", "sampling.max_tokens=50") for k in (0, 1, 3)]
+    made: list[Any] = []
+
+    def make_engine(side: Recipe) -> Any:
+        made.append(fake_engine())
+        return made[-1]
+
+    plan = BenchPlan(recipes, [shape_workload(s) for s in shapes], num_rounds=2, keep_engine=True, full_warm_up=True)
+    result = run_bench(plan, make_engine)
+    assert len(made) == 3
+    for engine in made:
+        assert [(len(r.prompt_token_ids), r.params.max_tokens) for r in engine.requests] == [(7, 3)] * 6 + [(5, 4)] * 9
+        assert all(r.params.ignore_eos for r in engine.requests)
+        warm_up, first, second = engine.requests[:2], engine.requests[2:4], engine.requests[4:6]
+        assert first == second
+        assert [r.prompt_token_ids[::-1] for r in warm_up] == [r.prompt_token_ids for r in first]
+        assert first == made[0].requests[2:4]
+        assert len({r.seed for r in first}) == 2
+    assert [(case.shape, case.rows, [side.num_tokens for side in case.sides]) for case in result.cases] == [
+        (shapes[0], 2, [0, 1, 3]),
+        (shapes[1], 3, [0, 1, 3]),
+    ]
+    assert [case["shape"] for case in result.as_dict()["cases"]] == ["2x7x3", "3x5x4"]  # type: ignore[attr-defined]
+
+
+def test_shapes_are_read() -> None:
+    assert parse_shapes(["1x512x256, 32x16x8", "2x3x4"]) == [Shape(1, 512, 256), Shape(32, 16, 8), Shape(2, 3, 4)]
+    assert str(Shape(1, 512, 256)) == "1x512x256"
+    for wrong in ("1x2", "1x2x0", "axbxc", "1x2x3,", ""):
+        with pytest.raises(RecipeError, match=r"--shape: .* is no shape"):
+            parse_shapes([wrong])
+
+
+def test_parts_of_a_single_launch_are_timed_in_a_pass_of_their_own(workplace: Any, fake_engine: Any) -> None:
+    made: list[Any] = []
+
+    def make_engine(side: Recipe) -> Any:
+        engine = fake_engine()
+        engine.tells_parts = engine.always_tells_parts = False
+        made.append(engine)
+        return engine
+
+    result = run_bench(with_rounds(rows_of(workplace, 3, 2), 2), make_engine)
+    assert [len(engine.requests) for engine in made] == [1 + 3, 1 + 3 + 3], "only the last round is followed by one"
+    decode = result.cases[0].sides[0].decode(10.0, Machine(None, None))
+    assert decode is not None
+    assert decode.parts == pytest.approx({"target": 0.001, "sampling": 0.0003, "draft": 0.0002})
+    assert not made[-1].tells_parts, "the timer is left as it was"
+
+
+def test_a_trace_is_of_the_steady_rows_and_named_by_what_it_shows(workplace: Any, fake_engine: Any) -> None:
+    made: list[Any] = []
+
+    class Tracing(fake_engine):  # type: ignore[misc]
+        def decode_times(self) -> dict[int, DecodeTimes]:
+            self.asked += 1
+            return {n: DecodeTimes(n * self.asked, 0.1, n * self.asked, 0.1 * self.asked * n) for n in (3, 40)}
+
+        def trace_steps(self, path: Path, num_rows: int, num_steps: int) -> None:
+            super().trace_steps(path, num_rows, num_steps)
+            path.write_bytes(gzip.compress(b'{"traceEvents": []}'))
+
+    def make_engine(side: Recipe) -> Any:
+        made.append(Tracing())
+        return made[-1]
+
+    folder = workplace.folder
+    plan = rows_of(workplace, 2)
+    told: list[str] = []
+    run_bench(
+        BenchPlan(plan.recipes, plan.workloads, num_rounds=1, trace_path=folder / "t.json.gz"),
+        make_engine,
+        on_note=told.append,
+    )
+    assert [engine.traced for engine in made] == [
+        [(folder / "t-k0.json.gz", 40, 32)],
+        [(folder / "t-k2.json.gz", 40, 32)],
+    ]
 
 
 def test_different_tokens_are_found(workplace: Any, fake_engine: Any) -> None:
-    recipe, rows = rows_of(workplace, 4)
-
     def make_engine(side: Recipe) -> Any:
         def script(request: EngineRequest) -> tuple[list[int], str]:
             return [5, 6 if side.speculation.num_tokens and request.request_id == 2 else 7], "length"
 
         return fake_engine(script)
 
-    result = run_bench(recipe, rows, workplace.tokenizer, make_engine, num_rounds=1)
-    assert result.num_different_rows == 1
-    assert result.as_dict()["equal"] is False
+    result = run_bench(with_rounds(rows_of(workplace, 4), 1), make_engine)
+    assert result.cases[0].num_different_rows == 1
+    assert result.as_dict()["cases"][0]["equal"] is False  # type: ignore[index]
+
+
+def side(num_tokens: int, speeds: list[float], decode: dict[int, DecodeTimes] | None = None) -> Side:
+    engine = {"steps": 10.0, "target_seconds": 0.2, "sampling_seconds": 0.1, "draft_seconds": 0.05}
+    rounds = [Round(100 / speed, 100, SpecStats(), engine, {0: [1]}, decode or {}) for speed in speeds]
+    return Side(num_tokens, 512, rounds)
 
 
 def test_figures_are_medians_over_rounds() -> None:
-    def side(num_tokens: int, speeds: list[float]) -> Side:
-        engine = {"steps": 10.0, "target_seconds": 0.2, "sampling_seconds": 0.1, "draft_seconds": 0.05}
-        return Side(num_tokens, [Round(100 / speed, 100, SpecStats(), engine, {0: [1]}) for speed in speeds])
+    case = Case(None, 1, 3, [side(0, [10.0, 50.0, 20.0]), side(3, [60.0, 1.0, 50.0])])
+    plain, speculative = case.sides
+    assert plain.tokens_per_second == pytest.approx(20.0)
+    assert case.ratio(speculative) == pytest.approx(2.5)
+    assert plain.ms_per_step("target") == pytest.approx(20.0)
+    assert plain.ms_per_step("total") == pytest.approx(500.0)
+    assert plain.decode(10, Machine(None, None)) is None
+    assert case.context(plain) == 53
 
-    result = BenchResult(1, 3, side(0, [10.0, 50.0, 20.0]), side(3, [60.0, 1.0, 50.0]))
-    assert result.plain.tokens_per_second == pytest.approx(20.0)
-    assert result.speedup == pytest.approx(2.5)
-    assert result.plain.ms_per_step("target") == pytest.approx(20.0)
-    assert result.plain.ms_per_step("total") == pytest.approx(500.0)
+
+class _FlatCost:
+    """Every decode step moves 8 GB a row; a prefill 4 GB."""
+
+    def decode(self, rows: float, context: float, num_drafts: int) -> Cost:
+        return Cost((Op("target", "x", 8e9 * rows, 1e12),))
+
+    def prefill(self, *args: float) -> Cost:
+        return Cost((Op("target", "x", 4e9, 0),))
+
+
+def test_the_steady_step_and_its_floor() -> None:
+    """Four rows: 20 steps of 10 ms, 8 of them work, and of one row a tail; 1 TB/s makes a floor of 32 ms for 4 rows."""
+    parts = {"target": 0.1, "sampling": 0.04, "draft": 0.02}
+    decode = {4: DecodeTimes(20, 0.16, 20, 0.2, 20, parts), 1: DecodeTimes(5, 0.03, 5, 0.04, 5, parts)}
+    machine = Machine(Ceilings(1e12, 1e15), _FlatCost())  # type: ignore[arg-type]
+    steady = side(0, [1.0], decode)
+    figures = steady.decode(100, machine)
+    assert figures is not None
+    assert (figures.rows, figures.context) == (4, 100)
+    assert (figures.period, figures.device, figures.gap) == pytest.approx((0.010, 0.008, 0.002))
+    assert figures.parts == pytest.approx({"target": 0.005, "sampling": 0.002, "draft": 0.001})
+    assert figures.floor == pytest.approx(0.032)
+    assert figures.floor_share == pytest.approx(3.2)
+    written = figures.as_dict()
+    assert (written["ms"], written["gap_ms"], written["bytes_per_second"]) == (10.0, 2.0, 3.2e12)
+    # prefill 4 ms, 20 steps of 32 ms, 5 of 8 ms, in 100 s
+    assert steady.run_floor_share(Shape(4, 10, 10), machine) == pytest.approx((0.004 + 0.64 + 0.04) / 100)
+    result = BenchResult([Case(Shape(4, 10, 10), 4, 40, [steady])], machine)
+    assert result.as_dict()["cases"][0]["sides"][0]["decode"]["floor_ms"] == 32.0  # type: ignore[index]
 
 
 def test_a_bad_row_is_named(workplace: Any, fake_engine: Any) -> None:
@@ -76,16 +210,27 @@ def test_a_bad_row_is_named(workplace: Any, fake_engine: Any) -> None:
         read_bench_rows(workplace.recipe(), 3)
     workplace.write([{"prompt": ""}])
     recipe = workplace.recipe()
-    rows = read_bench_rows(recipe, 3)
+    workload = rows_workload(read_bench_rows(recipe, 3), workplace.tokenizer)
     with pytest.raises(InputError, match=r"in\.jsonl:1: prompt is empty"):
-        run_bench(recipe, rows, workplace.tokenizer, lambda side: fake_engine())
+        run_bench(BenchPlan([recipe], [workload]), lambda side: fake_engine())
 
 
 def test_a_failing_row_ends_the_benchmark(workplace: Any, fake_engine: Any) -> None:
-    recipe, rows = rows_of(workplace, 2)
-
     def script(request: EngineRequest) -> tuple[list[int], str]:
         return [5], "error" if request.request_id == 1 else "length"
 
     with pytest.raises(EngineError, match="row 1 failed: scripted failure"):
-        run_bench(recipe, rows, workplace.tokenizer, lambda side: fake_engine(script))
+        run_bench(rows_of(workplace, 2), lambda side: fake_engine(script))
+
+
+def test_workloads_are_asked_for_requests_once_an_engine(workplace: Any, fake_engine: Any) -> None:
+    seen: list[int] = []
+
+    def requests(recipe: Recipe, engine: Any) -> list[EngineRequest]:
+        seen.append(recipe.speculation.num_tokens)
+        return [EngineRequest(0, [1, 2, 3], recipe.sampling, 5)]
+
+    plan = BenchPlan([workplace.recipe()], [Workload(None, requests)], num_rounds=3, keep_engine=True)
+    result = run_bench(plan, lambda side: fake_engine())
+    assert seen == [3]
+    assert len(result.cases[0].sides[0].rounds) == 3

@@ -34,7 +34,7 @@ def engines(monkeypatch: pytest.MonkeyPatch, fake_engine: Any) -> list[Any]:
     """Put scripted engines in the place of loaded ones; returns those that were made."""
     made: list[Any] = []
 
-    def create(recipe: Any, folder: Path, eos_token_ids: Any) -> Any:
+    def create(recipe: Any, folder: Path, eos_token_ids: Any, **_: Any) -> Any:
         assert (folder / "config.json").is_file()
         assert tuple(eos_token_ids) == (1,)
         made.append(fake_engine())
@@ -101,9 +101,16 @@ def test_on_error_stop_gives_3_too(folder: Path) -> None:
         (["run", "job.yaml", "--set", "model.path=null"], "model.path is missing"),
         (["run", "job.yaml", "--set", "input.path=null"], "input.path is missing"),
         (["run", "job.yaml", "--set", "output.path=null"], "output.path is missing"),
-        (["run", "job.yaml", "--output", "in.jsonl", "--overwrite"], "the output is the input file"),
+        (["run", "job.yaml", "--output", "in.jsonl", "--fresh"], "the output is the input file"),
         (["run", "job.yaml", "--output", "no/where.jsonl"], "folder does not exist"),
-        (["run", "job.yaml", "--output", "there.jsonl"], "there already"),
+        (["run", "job.yaml", "--output", "there.jsonl"], "there already, and no manifest"),
+        (["run", "job.yaml", "twice.jsonl"], "id 'a' of line 3 was given before, in line 1"),
+        (["run", "job.yaml", "--shard", "3/2"], "not of the form i/n"),
+        (["run", "job.yaml", "nowhere*.jsonl"], "nowhere*.jsonl: there is no such input file"),
+        (["merge", "there.jsonl"], "there.jsonl: it is there already"),
+        (["merge", "new.jsonl"], "no parts of it"),
+        (["run", "job.yaml", "--set", "input.messages=chat"], "the model has no chat template"),
+        (["run", "job.yaml", "--set", "input.template='{{ x'"], "input.template is no template"),
         (["run", "job.yaml", "empty.jsonl"], "the input has no rows"),
         (["run", "job.yaml", "--stats", "in.jsonl"], "would overwrite a file of this job"),
         (["run", "job.yaml", "--stats", "no/stats.json"], "folder does not exist"),
@@ -111,10 +118,8 @@ def test_on_error_stop_gives_3_too(folder: Path) -> None:
         (["run", "job.yaml", "--output", "/proc/a.jsonl"], "/proc/a.jsonl: the output cannot be made"),
         (["run", "job.yaml", "--output", "x" * 300], "cannot be made: File name too long"),
         (["run", "job.yaml", "--output", "x" * 250], "the recipe that is written beside the output cannot be made"),
-        (["run", "job.yaml", "--output", "dangling.jsonl"], "there already"),
-        (["run", "job.yaml", "--output", "job.yaml", "--overwrite"], "is the recipe that is being run"),
-        (["run", "kept.recipe.yaml", "--output", "kept", "--overwrite"], "is the recipe that is being run"),
-        (["run", "job.yaml", "--output", "kept"], "kept.recipe.yaml: the recipe that is written beside the output is"),
+        (["run", "job.yaml", "--output", "job.yaml", "--fresh"], "is the recipe that is being run"),
+        (["run", "kept.recipe.yaml", "--output", "kept", "--fresh"], "is the recipe that is being run"),
         (["run", "job.yaml", "--stats", "/proc/a.json"], "/proc/a.json: the statistics file cannot be made"),
         (["run", "job.yaml", "--stats", "out.jsonl"], "would overwrite a file of this job"),
         (["run", "job.yaml", "--stats", "out.jsonl.recipe.yaml"], "would overwrite a file of this job"),
@@ -136,6 +141,7 @@ def test_what_the_user_can_mend_gives_2_and_touches_nothing(
 ) -> None:
     (folder / "there.jsonl").write_text("precious")
     (folder / "empty.jsonl").write_text("\n")
+    (folder / "twice.jsonl").write_text('{"id": "a"}\n{"id": "b"}\n{"id": "a"}\n')
     (folder / "kept.recipe.yaml").write_text(RECIPE)
     (folder / "gzipped").write_bytes(b"\x1f\x8b\x08 ...")
     (folder / "dangling.jsonl").symlink_to(folder / "nowhere")
@@ -199,7 +205,7 @@ def test_flags_lie_over_sets_with_and_without_a_recipe(
         used = json.loads(capsys.readouterr().out)["recipe"]
         assert (used["speculation.num_tokens"], used["sampling.max_tokens"], used["sampling.top_k"]) == (2, 5, 6)
     assert main(["bench", "--recipe", "job.yaml", "--set", "input.limit=1", *flags]) == 0
-    assert json.loads(capsys.readouterr().out)["rows"] == 1
+    assert json.loads(capsys.readouterr().out)["cases"][0]["rows"] == 1
 
 
 def test_paths_are_shown_as_they_are(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,11 +248,13 @@ def test_a_wrong_config_is_the_models(
     assert part in told
 
 
-def test_overwrite_moves_the_old_output_aside(folder: Path) -> None:
+def test_fresh_moves_the_old_output_aside(folder: Path, engines: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "job.yaml", "-q"]) == 0
     old = (folder / "out.jsonl").read_bytes()
-    assert main(["run", "job.yaml", "-q"]) == 2
-    assert main(["run", "job.yaml", "-q", "--overwrite", "--set", "input.limit=2"]) == 0
+    assert main(["run", "job.yaml"]) == 0
+    assert "nothing is left to do" in capsys.readouterr().err
+    assert len(engines) == 1
+    assert main(["run", "job.yaml", "-q", "--fresh", "--set", "input.limit=2"]) == 0
     assert (folder / "out.jsonl.old").read_bytes() == old
     assert (folder / "out.jsonl.recipe.yaml.old").is_file()
     assert len((folder / "out.jsonl").read_text().splitlines()) == 2
@@ -255,47 +263,47 @@ def test_overwrite_moves_the_old_output_aside(folder: Path) -> None:
 def test_a_dead_engine_and_a_bug_give_1(
     folder: Path, monkeypatch: pytest.MonkeyPatch, fake_engine: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(EngineClient, "create", lambda *args: fake_engine(die_after=3))
+    monkeypatch.setattr(EngineClient, "create", lambda *args, **_: fake_engine(die_after=3))
     assert main(["run", "job.yaml"]) == 1
     assert "error: the engine stopped: scripted" in capsys.readouterr().err
 
-    def broken(*args: object) -> None:
+    def broken(*args: object, **_: object) -> None:
         raise ZeroDivisionError("oops")
 
     monkeypatch.setattr(EngineClient, "create", broken)
-    assert main(["run", "job.yaml", "--overwrite"]) == 1
+    assert main(["run", "job.yaml", "--fresh"]) == 1
     told = capsys.readouterr().err
     assert "internal error, ZeroDivisionError: oops" in told
     assert "Traceback" not in told
-    assert main(["--debug", "run", "job.yaml", "--overwrite"]) == 1
+    assert main(["--debug", "run", "job.yaml", "--fresh"]) == 1
     assert "Traceback" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_run_with_130_and_whole_lines(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, fake_engine: Any, number: int
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_run_with_its_code_and_whole_lines(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, fake_engine: Any, number: int, code: int
 ) -> None:
     engine = fake_engine(max_running=2)
     engine.on_step = lambda step: os.kill(os.getpid(), number) if step == 8 else None
-    monkeypatch.setattr(EngineClient, "create", lambda *args: engine)
+    monkeypatch.setattr(EngineClient, "create", lambda *args, **_: engine)
     handler = signal.getsignal(number)
-    assert main(["run", "job.yaml", "--stats", "stats.json"]) == 130
+    assert main(["run", "job.yaml", "--stats", "stats.json"]) == code
     assert signal.getsignal(number) == handler
     records = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
     assert 0 < len(records) < 10
     assert json.loads((folder / "stats.json").read_text())["interrupted"] is True
 
 
-def test_a_signal_while_loading_gives_130(
+def test_a_signal_while_loading_ends_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def create(*args: object) -> None:
+    def create(*args: object, **_: object) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(EngineClient, "create", create)
-    assert main(["run", "job.yaml"]) == 130
+    assert main(["run", "job.yaml"]) == 143
     assert not (folder / "out.jsonl").exists()
-    assert capsys.readouterr().err.endswith("warning: interrupted before the first row: there are no answers\n")
+    assert capsys.readouterr().err.endswith("warning: interrupted before the first row: no answer was added\n")
     assert main(["bench", "--json", "figures.json"]) == 130
     assert not (folder / "figures.json").exists()
     assert capsys.readouterr().err.endswith("interrupted\n")
@@ -310,13 +318,21 @@ def test_check_prints_a_recipe_with_origins_and_looks_at_the_rows(
     assert "# --set" in out
     assert "# job.yaml:4" in out
     assert "10 rows can run, 0 cannot" in out
+    assert "prompt tokens: " in out
+    assert "KV: at most" in out
     with open(folder / "in.jsonl", "a") as stream:
-        stream.write('broken\n{"id": 3, "prompt": "x"}\n')
+        stream.write("broken\n")
     assert main(["check", "job.yaml"]) == 3
     captured = capsys.readouterr()
-    assert "10 rows can run, 2 cannot" in captured.out
+    assert "10 rows can run, 1 cannot" in captured.out
+    assert "#   bad_json: 1" in captured.out
     assert "in.jsonl:11: the line is not JSON" in captured.err
-    assert "line 12 was given before, in line 4" in captured.err
+    with open(folder / "in.jsonl", "a") as stream:
+        stream.write('{"id": 3, "prompt": "x"}\n')
+    assert main(["check", "job.yaml"]) == 2
+    captured = capsys.readouterr()
+    assert "10 rows can run, 2 cannot" in captured.out
+    assert "in.jsonl: 1 id given before: id 3 of line 12 was given before, in line 4" in captured.err
     assert engines == []
 
 
@@ -327,7 +343,8 @@ def test_bench_prints_a_table_or_json(engines: list[Any], capsys: pytest.Capture
     assert main([*args, "--json", "-"]) == 0
     captured = capsys.readouterr()
     figures = json.loads(captured.out)
-    assert (figures["rows"], figures["speculative"]["num_tokens"], figures["equal"]) == (3, 2, True)
+    (case,) = figures["cases"]
+    assert (case["rows"], [side["num_tokens"] for side in case["sides"]], case["equal"]) == (3, [0, 2], True)
     assert "speed-up" in captured.err
     assert engines[0].requests[-1].params.max_tokens == 5
     assert engines[0].requests[-1].params.temperature == 0.0

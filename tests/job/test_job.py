@@ -1,5 +1,6 @@
 """The loop: rows in = rows out, bounded, in order, and ending cleanly however it ends."""
 
+import itertools
 import json
 import random
 import threading
@@ -30,7 +31,7 @@ def test_every_row_has_its_line_in_input_order(workplace: Any, fake_engine: Any)
         assert record["stop"] == "<eos>"
         assert record["usage"]["completion_tokens"] == record["usage"]["prompt_tokens"]
         assert record["usage"]["cached_tokens"] == 2
-    assert (stats.rows, stats.ok, stats.failed) == (60, 60, 0)
+    assert (stats.rows, stats.samples, stats.ok, stats.failed) == (60, 60, 60, 0)
     assert stats.spec.emitted == stats.completion_tokens == sum(r["usage"]["completion_tokens"] for r in records)
     for name in ("steps", "drafted", "accepted"):
         assert getattr(stats.spec, name) == sum(record["spec"][name] for record in records)
@@ -56,7 +57,7 @@ def test_bad_rows_are_lines_among_the_others(workplace: Any, fake_engine: Any) -
     rows: list[Any] = list(rows_of(10))
     rows[3] = {"id": "long", "prompt": [5] * 64}
     rows[5] = '{"id": "torn", "prom'
-    rows[6] = {"id": "r0", "prompt": "again"}
+    rows[6] = {"id": "", "prompt": "no id"}
     rows[7] = {"id": "slip", "prompt": "x", "temprature": 0.1}
     rows[8] = {"id": "limit", "prompt": [5] * 63}
     rows.insert(2, "")
@@ -65,11 +66,10 @@ def test_bad_rows_are_lines_among_the_others(workplace: Any, fake_engine: Any) -
     records = workplace.records()
     assert [record["index"] for record in records] == list(range(10))
     codes = {record["index"]: record["error"]["code"] for record in records if record["error"]}
-    assert codes == {3: "prompt_too_long", 5: "bad_json", 6: "duplicate_id", 7: "bad_sampling"}
+    assert codes == {3: "prompt_too_long", 5: "bad_json", 6: "bad_id", 7: "bad_sampling"}
     assert records[3]["error"]["line"] == 5
     assert records[3]["input"]["id"] == "long"
     assert records[5]["input"] is None
-    assert "line 1" in records[6]["error"]["message"]
     assert (stats.rows, stats.ok, stats.failed, stats.blank_lines) == (10, 6, 4, 1)
 
 
@@ -134,7 +134,7 @@ def test_the_engine_is_given_rows_only_as_it_takes_them(workplace: Any, fake_eng
 def test_a_straggler_holds_back_lines_only_up_to_the_window(
     workplace: Any, fake_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specgen.job.job._MIN_REORDER_WINDOW", 16)
+    monkeypatch.setattr("specgen.job.job.MAX_HELD_LINES", 16)
     held = []
 
     def script(request: EngineRequest) -> tuple[list[int], str]:
@@ -227,3 +227,63 @@ def test_memory_does_not_grow_with_the_rows(workplace: Any, fake_engine: Any) ->
     assert stats.ok == count
     assert workplace.input.stat().st_size > 60e6
     assert peak < 20e6
+
+
+def test_n_samples_are_n_lines_with_seeds_of_their_own(workplace: Any, fake_engine: Any) -> None:
+    rows = rows_of(10)
+    rows[4]["sampling"] = {"n": 1}
+    rows[6] = {"id": "bad", "prompt": ""}
+    workplace.write(rows)
+    seen: list[Progress] = []
+    engine = fake_engine(seed=3)
+    stats = workplace.run(engine, "sampling.n=3", on_progress=seen.append)
+    records = workplace.records()
+    expected = [(i, s) for i in range(10) for s in ((None,) if i == 6 else (0,) if i == 4 else (0, 1, 2))]
+    assert [(record["index"], record["sample"]) for record in records] == expected
+    seeds = [record["seed"] for record in records if record["seed"] is not None]
+    assert len(set(seeds)) == len(seeds) == 25
+    assert sorted(request.seed for request in engine.requests) == sorted(seeds)
+    assert (stats.rows, stats.samples, stats.ok, stats.failed) == (10, 26, 25, 1)
+    assert (seen[-1].rows_done, seen[-1].samples_done) == (10, 26)
+    workplace.run(fake_engine(), "sampling.n=1")
+    firsts = {record["id"]: record["seed"] for record in workplace.records()}
+    assert firsts == {record["id"]: record["seed"] for record in records if record["sample"] in (0, None)}
+
+
+def test_only_missing_samples_are_run_again(workplace: Any, fake_engine: Any) -> None:
+    workplace.write(rows_of(6))
+    workplace.run(fake_engine(), "sampling.n=3")
+    whole = workplace.output.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    workplace.output.write_bytes(b"".join(line for number, line in enumerate(lines) if number not in (1, 4, 9, 10, 11)))
+    engine = fake_engine()
+    workplace.run(engine, "sampling.n=3", fresh=False)
+    assert len(engine.requests) == 5
+    assert workplace.output.read_bytes() == whole
+    workplace.run(engine, "sampling.n=4", fresh=False)  # more samples of the same rows
+    assert len(engine.requests) == 5 + 6
+    assert [record["sample"] for record in workplace.records()] == [0, 1, 2, 3] * 6
+
+
+def test_rows_that_begin_alike_are_brought_together(workplace: Any, fake_engine: Any) -> None:
+    prefixes = ("the brave little fox", "a kind old owl", "my friend the bear")
+    rows = [{"id": i, "prompt": f"{prefixes[i % 3]} number {i}"} for i in range(60)]
+    workplace.write(rows)
+    workplace.run(fake_engine())
+    unsorted = workplace.output.read_bytes()
+    engine = fake_engine()
+    workplace.run(engine, "engine.group_prefixes=true")
+    assert workplace.output.read_bytes() == unsorted
+    groups = [tuple(request.prompt_token_ids[:4]) for request in engine.requests]
+    assert sum(one != other for one, other in itertools.pairwise(groups)) == 2
+
+
+def test_what_runs_may_be_finished_after_a_stop(workplace: Any, fake_engine: Any) -> None:
+    workplace.write(rows_of(100))
+    stop = threading.Event()
+    engine = fake_engine()
+    engine.on_step = lambda step: stop.set() if step == 60 else None
+    stats = workplace.run(engine, "engine.max_num_seqs=4", "output.on_interrupt=finish", stop=stop)
+    assert stats.interrupted
+    assert engine.aborted == []
+    assert stats.rows == len(workplace.records()) == len(engine.requests) < 100

@@ -76,7 +76,7 @@ def test_what_cannot_run_says_why(builder: PromptBuilder, data: dict[str, Any], 
 
 def test_the_limit_is_prompt_and_answer_together(builder: PromptBuilder) -> None:
     assert len(build(builder, {"prompt": [5] * (LIMIT - 1)}).token_ids) == LIMIT - 1
-    with pytest.raises(RowError, match=f"{LIMIT} tokens.*max_model_len = {LIMIT}"):
+    with pytest.raises(RowError, match=f"{LIMIT} tokens.*max_model_len = {LIMIT}.*input.truncate"):
         build(builder, {"prompt": [5] * LIMIT})
 
 
@@ -144,3 +144,48 @@ def test_a_rows_own_seed_repeats_the_prompt_anywhere(tokenizer: Tokenizer) -> No
 def test_a_drawn_run_seed_gives_every_row_its_own(tokenizer: Tokenizer) -> None:
     builder = PromptBuilder(recipe_from_settings(), tokenizer, max_model_len=LIMIT, vocab_size=4096)
     assert len({build(builder, {"prompt": "x"}).seed for _ in range(20)}) == 20
+
+
+@pytest.mark.parametrize(
+    ("sets", "kept"),
+    [
+        (["input.truncate=left"], [0, *range(25, 35)]),  # 20 - 9 tokens of an answer
+        (["input.truncate=middle"], [0, *range(1, 6), *range(30, 35)]),
+        (["input.truncate=left", "sampling.max_tokens=null"], [0, *range(17, 35)]),
+        (["input.truncate=left", "sampling.max_tokens=15"], [0, *range(26, 35)]),  # at least half
+        (["input.truncate=left", "input.max_prompt_tokens=4"], [0, 32, 33, 34]),
+        (["input.truncate=middle", "input.max_prompt_tokens=4"], [0, 1, 33, 34]),
+        (["input.truncate=middle", "input.max_prompt_tokens=1"], [0]),
+    ],
+)
+def test_a_prompt_is_cut_to_an_exact_length(tokenizer: Tokenizer, sets: list[str], kept: list[int]) -> None:
+    builder = make(tokenizer, *sets)
+    built = build(builder, {"prompt": list(range(35))})
+    assert built.token_ids == kept
+    assert built.truncated_from == 35
+    assert build(builder, {"prompt": [5]}).truncated_from is None
+
+
+def test_a_prompt_without_bos_keeps_its_last_tokens(tokenizer: Tokenizer) -> None:
+    builder = make(tokenizer, "input.truncate=left", "input.max_prompt_tokens=3")
+    assert build(builder, {"prompt": [5, 6, 7, 8]}).token_ids == [6, 7, 8]
+
+
+def test_a_limit_of_the_recipes_is_an_error_without_truncation(tokenizer: Tokenizer) -> None:
+    builder = make(tokenizer, "input.max_prompt_tokens=3")
+    assert len(build(builder, {"prompt": [5] * 3}).token_ids) == 3
+    with pytest.raises(RowError, match=r"4 tokens; the limit is input\.max_prompt_tokens = 3"):
+        build(builder, {"prompt": [5] * 4})
+
+
+def test_ids_that_may_repeat_are_rows_of_their_own(tokenizer: Tokenizer) -> None:
+    builder = make(tokenizer, "input.duplicate_ids=keep")
+    built = [build(builder, {"prompt": "x", "id": name}).seed for name in ("a", "a", "b", "a")]
+    assert len(set(built)) == 4
+    assert built[0] == seeds.row_seed(7, seeds.row_key_of_id("a"))
+
+
+def test_a_tables_cell_may_hold_the_overrides_as_json(builder: PromptBuilder) -> None:
+    assert build(builder, {"prompt": "x", "sampling": '{"max_tokens": 3}'}).params.max_tokens == 3
+    with pytest.raises(RowError, match="must be an object"):
+        build(builder, {"prompt": "x", "sampling": "{broken"})

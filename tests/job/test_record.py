@@ -7,26 +7,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.errors import RowError
+from specgen.job.plan import Plan
 from specgen.job.readers import BadRow, Row
-from specgen.job.record import error_record, ok_record, to_line, usage_of
+from specgen.job.record import Answer, RecordForm, to_line
 from specgen.stats import SpecStats
 
-KEYS = ["id", "index", "text", "finish_reason", "stop", "usage", "spec", "seed", "error", "input"]
+KEYS = ["id", "index", "sample", "key", "text", "finish_reason", "stop", "usage", "spec", "seed", "error", "input"]
+FORM = RecordForm(with_token_ids=False, with_truncation=False)
 
 
-def finished(data: dict[str, Any], text: str, token_ids: list[int] | None = None) -> dict[str, Any]:
+def finished(data: dict[str, Any], text: str, form: RecordForm = FORM) -> dict[str, Any]:
     spec = SpecStats()
     spec.observe(3, 2, 3)
-    return ok_record(
-        Row(7, 8, "r7", data),
+    answer = Answer(
+        1,
         text=text,
-        token_ids=token_ids,
+        token_ids=[1, 2, 3],
         finish_reason="stop",
         stop="<eos>",
-        usage=usage_of(21, 3, 16),
+        prompt_tokens=21,
+        cached_tokens=16,
         spec=spec,
         seed=5,
     )
+    return form.record(Plan(Row(7, 8, "r7", data), "id:str:r7"), answer)
 
 
 def test_a_finished_rows_line() -> None:
@@ -37,6 +41,8 @@ def test_a_finished_rows_line() -> None:
     assert list(record) == KEYS
     assert record["id"] == "r7"
     assert record["index"] == 7
+    assert (record["sample"], record["key"]) == (1, "id:str:r7")
+    assert FORM.parse(line) == ("id:str:r7", 1, False, 7)
     assert record["usage"] == {"prompt_tokens": 21, "completion_tokens": 3, "cached_tokens": 16}
     assert record["spec"]["accepted_per_pos"] == [1, 1, 0]
     assert record["spec"]["mean_accepted_length"] == 3.0
@@ -45,14 +51,17 @@ def test_a_finished_rows_line() -> None:
 
 
 def test_token_ids_are_added_on_request() -> None:
-    assert list(finished({}, "", [1, 2])) == [*KEYS[:3], "token_ids", *KEYS[3:]]
+    record = finished({}, "", RecordForm(with_token_ids=True, with_truncation=True))
+    assert list(record) == [*KEYS[:5], "token_ids", *KEYS[5:7], "prompt_truncated_from", *KEYS[7:]]
+    assert record["token_ids"] == [1, 2, 3]
 
 
 def test_a_failed_rows_line_has_the_same_keys() -> None:
-    record = json.loads(
-        to_line(error_record(BadRow(2, 5, RowError("broken", code="bad_json")), RowError("broken", code="bad_json")))
-    )
+    error = RowError("broken", code="bad_json")
+    line = FORM.line(Plan(BadRow(2, 5, error), "row:1:0", error), Answer(None, error=error))
+    record = json.loads(line)
     assert list(record) == KEYS
+    assert FORM.parse(line) == ("row:1:0", None, True, 2)
     assert record["finish_reason"] == "error"
     assert record["text"] is record["stop"] is record["spec"] is record["seed"] is record["input"] is None
     assert record["error"] == {"code": "bad_json", "message": "broken", "line": 5}

@@ -1,4 +1,4 @@
-"""The output file: whole lines in order, and nothing lost that was there."""
+"""Lines in order, appended whole; what a full disk leaves; and lines that wait."""
 
 import os
 import random
@@ -7,114 +7,116 @@ from pathlib import Path
 import pytest
 
 from specgen.errors import InputError
-from specgen.job.writer import LineWriter, check_output, check_replaceable, recipe_beside, write_new
+from specgen.job import writer as writer_module
+from specgen.job.writer import FileSink, LineWriter, StreamSink
 
 
-def test_lines_come_in_index_order_or_as_given(tmp_path: Path) -> None:
+class Taken:
+    """A sink that remembers the writes."""
+
+    def __init__(self) -> None:
+        self.writes: list[bytes] = []
+
+    def write(self, lines: bytes) -> None:
+        self.writes.append(lines)
+
+    def close(self) -> None:
+        self.writes.append(b"closed")
+
+
+def test_lines_come_in_the_order_of_slots_or_as_given() -> None:
     order = list(range(50))
     random.Random(1).shuffle(order)
     for ordered in (True, False):
-        path = tmp_path / f"{ordered}.jsonl"
-        with LineWriter.open(str(path), ordered=ordered) as writer:
-            for index in order:
-                writer.put(index, b"%d\n" % index)
-        written = [int(line) for line in path.read_text().split()]
+        sink = Taken()
+        with LineWriter(sink, ordered=ordered) as writer:
+            for slot in order:
+                writer.put(slot, b"%d\n" % slot)
+        assert sink.writes.pop() == b"closed"
+        written = [int(line) for line in b"".join(sink.writes).split()]
         assert written == (sorted(order) if ordered else order)
+        assert writer.num_written == 50
 
 
-def test_held_lines_are_counted_and_written_at_the_end(tmp_path: Path) -> None:
-    path = tmp_path / "out"
-    with LineWriter.open(str(path), ordered=True) as writer:
-        for index in (4, 0, 2):
-            writer.put(index, b"%d\n" % index)
+def test_held_lines_are_counted_and_written_at_the_end() -> None:
+    sink = Taken()
+    with LineWriter(sink, ordered=True) as writer:
+        for slot in (4, 0, 2):
+            writer.put(slot, b"%d\n" % slot)
         writer.flush()
         assert writer.num_held == 2
-        assert path.read_bytes() == b"0\n"
-    assert path.read_bytes() == b"0\n2\n4\n"
+        assert sink.writes == [b"0\n"]
+    assert sink.writes == [b"0\n", b"2\n4\n", b"closed"]
 
 
-def test_an_old_output_is_never_lost(tmp_path: Path) -> None:
+def test_lines_that_wait_leave_memory_and_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "_MAX_HELD_BYTES", 1000)
+    order = list(range(1, 300))
+    random.Random(1).shuffle(order)
+    sink = Taken()
+    with LineWriter(sink, ordered=True, spill_folder=str(tmp_path)) as writer:
+        for round_start in (0, 300):
+            for slot in (round_start + number for number in order):
+                writer.put(slot, b"%d\n" % slot * 3)
+                assert writer._held_bytes <= 1000
+            assert writer._spill is not None
+            assert os.fstat(writer._spill.fileno()).st_size > 1000
+            writer.put(round_start, b"%d\n" % round_start * 3)
+            assert (writer.num_held, writer._held_bytes, os.fstat(writer._spill.fileno()).st_size) == (0, 0, 0)
+        writer.flush()
+    assert b"".join(sink.writes[:-1]) == b"".join(b"%d\n" % slot * 3 for slot in range(600))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_is_appended_to_and_synced_by_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(writer_module.os, "fsync", synced.append)
     path = tmp_path / "out"
-    path.write_text("old")
-    with pytest.raises(InputError, match=r"there already.*--overwrite"):
-        check_output(str(path), input_path=None, overwrite=False)
-    with pytest.raises(InputError, match="cannot be made"):
-        LineWriter.open(str(path), ordered=True)
-    assert path.read_text() == "old"
-    for number in ("", "2", "3"):
-        check_output(str(path), input_path=None, overwrite=True)
-        with LineWriter.open(str(path), ordered=True, overwrite=True) as writer:
-            writer.put(0, b"new\n")
-        assert (tmp_path / f"out.old{number}").is_file()
-    assert (tmp_path / "out.old").read_text() == "old"
+    path.write_bytes(b"old\n")
+    sink = FileSink(str(path), fsync_rows=3)
+    sink.write(b"1\n2\n")
+    assert (path.read_bytes(), len(synced)) == (b"old\n1\n2\n", 0)
+    sink.write(b"3\n")
+    sink.write(b"4\n")
+    assert len(synced) == 1
+    sink.close()
+    assert len(synced) == 2
+    sink = FileSink(str(path), fsync_seconds=0.0)
+    sink.write(b"5\n")
+    sink.close()
+    assert len(synced) == 3
+    with pytest.raises(InputError, match="cannot be made: No such file"):
+        FileSink(str(tmp_path / "missing" / "out"))
 
 
-def test_the_input_is_never_the_output(tmp_path: Path) -> None:
-    path = tmp_path / "rows"
-    path.write_text("rows")
-    (tmp_path / "link").symlink_to(path)
-    for name in (str(path), str(tmp_path / "link"), f"{tmp_path}/../{tmp_path.name}/rows"):
-        with pytest.raises(InputError, match="is the input"):
-            check_output(name, input_path=str(path), overwrite=True)
-    check_output("-", input_path="-", overwrite=False)
-
-
-def test_places_where_no_file_can_be(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="folder does not exist"):
-        check_output(str(tmp_path / "missing" / "out"), input_path=None, overwrite=False)
-    with pytest.raises(InputError, match="is a folder"):
-        check_output(str(tmp_path), input_path=None, overwrite=True)
-
-
-def test_the_recipe_beside_is_never_lost_either(tmp_path: Path) -> None:
+def test_a_write_that_fails_half_way_leaves_the_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "out"
-    beside = tmp_path / "out.recipe.yaml"
-    assert recipe_beside(str(path)) == str(beside)
-    assert recipe_beside(os.devnull) is recipe_beside("-") is None
-    beside.write_text("old")
-    with pytest.raises(InputError, match="beside the output is there already"):
-        check_output(str(path), input_path=None, overwrite=False)
-    with pytest.raises(InputError, match="cannot be made: File exists"):
-        write_new(str(beside), "new", overwrite=False)
-    check_output(str(path), input_path=None, overwrite=True, recipe_path=tmp_path / "other.yaml")
-    with pytest.raises(InputError, match="beside the output is the recipe that is being run"):
-        check_output(str(path), input_path=None, overwrite=True, recipe_path=beside)
-    with pytest.raises(InputError, match="beside the output is the input file"):
-        check_output(str(path), input_path=str(beside), overwrite=True)
-    write_new(str(beside), "new", overwrite=True)
-    assert (beside.read_text(), Path(f"{beside}.old").read_text()) == ("new", "old")
+    sink = FileSink(str(path))
+    sink.write(b"first\n")
+    real, calls = os.write, []
 
+    def failing(descriptor: int, data: bytes) -> int:
+        calls.append(data)
+        if len(calls) > 1:
+            raise OSError(28, "No space left on device")
+        return real(descriptor, data[:9])
 
-def test_a_check_leaves_no_trace(tmp_path: Path) -> None:
-    old = tmp_path / "stats.json"
-    old.write_text("old")
-    check_output(str(tmp_path / "out"), input_path=None, overwrite=False)
-    check_replaceable(str(tmp_path / "new.json"), "statistics file", [])
-    check_replaceable(str(old), "statistics file", [])
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("stats.json", "old")]
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    try:
-        with pytest.raises(InputError, match="cannot be made: Permission denied"):
-            check_output(str(tmp_path / "out"), input_path=None, overwrite=False)
-    finally:
-        tmp_path.chmod(0o700)
+    monkeypatch.setattr(writer_module.os, "write", failing)
+    with pytest.raises(InputError, match="No space left"):
+        sink.write(b"second\nthird\n")
+    assert path.read_bytes() == b"first\nsecond\n"
 
 
 def test_devices_are_written_to_as_they_are() -> None:
-    check_output(os.devnull, input_path=None, overwrite=False)
-    with LineWriter.open(os.devnull, ordered=True, overwrite=True) as writer:
+    with LineWriter(StreamSink(os.devnull), ordered=True) as writer:
         writer.put(0, b"x\n")
     assert not Path(os.devnull).is_file()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_is_the_users_to_mend() -> None:
+def test_a_full_device_is_the_users_to_mend() -> None:
     def write() -> None:
-        with LineWriter.open("/dev/full", ordered=True) as writer:
+        with LineWriter(StreamSink("/dev/full"), ordered=True) as writer:
             writer.put(0, b"x\n")
 
     with pytest.raises(InputError, match="writing the output failed: No space left"):

@@ -1,4 +1,4 @@
-"""Routed experts: a naive loop, kernel against twin, crowded and idle experts, the law."""
+"""Experts: a naive loop, kernel against twin, crowded and idle experts, shared ones, the law."""
 
 from collections.abc import Callable, Iterator
 
@@ -7,39 +7,62 @@ import torch
 import torch.nn.functional as F
 
 from specgen.kernels import moe_experts as module
-from specgen.kernels.moe_experts import moe_experts, moe_experts_torch, moe_experts_triton
+from specgen.kernels.moe_experts import (
+    ExpertRows,
+    moe_experts,
+    moe_experts_grouped,
+    moe_experts_torch,
+    moe_experts_triton,
+)
 
 # The interpreter's dot multiplies bfloat16's bits; float16 stands in for it there.
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
-Case = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Case = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _case(num_tokens: int, hidden: int, inner: int, experts: int, top_k: int, favourite: float = 0.0) -> Case:
-    """Random tokens, each with distinct experts; expert 1 is preferred by `favourite`, the last is never chosen."""
+def _case(
+    num_tokens: int, hidden: int, inner: int, experts: int, top_k: int, favourite: float = 0.0, num_shared: int = 0
+) -> Case:
+    """Random tokens, each with distinct experts; expert 1 is preferred by `favourite`, the last is never chosen.
+
+    The shared experts come behind the others.
+    """
     torch.manual_seed(num_tokens)
     scores = torch.rand(num_tokens, experts)
     scores[:, 1] += favourite
     scores[:, -1] = -1.0
-    weights, ids = scores.topk(top_k)
-    w13, w2 = torch.randn(experts, 2 * inner, hidden) / hidden**0.5, torch.randn(experts, hidden, inner) / inner**0.5
-    return torch.randn(num_tokens, hidden), weights, ids.int(), w13, w2
+    ids = torch.cat([scores.topk(top_k).indices, torch.arange(experts, experts + num_shared).expand(num_tokens, -1)], 1)
+    w13 = torch.randn(experts + num_shared, 2 * inner, hidden) / hidden**0.5
+    w2 = torch.randn(experts + num_shared, hidden, inner) / inner**0.5
+    return torch.randn(num_tokens, hidden), ids.int(), w13, w2
 
 
-def _naive(
-    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor
-) -> torch.Tensor:
-    out = torch.zeros_like(x, dtype=torch.float64)
+def _by_choice(out: ExpertRows, ids: torch.Tensor) -> torch.Tensor:
+    """Return the rows as [T, k, H]."""
+    rows = out.rows if out.places is None else out.rows[out.places.flatten().long()]
+    return rows.view(*ids.shape, rows.shape[1])
+
+
+def _naive(x: torch.Tensor, ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros(*ids.shape, x.shape[1], dtype=torch.float64)
     for token in range(x.shape[0]):
-        for weight, expert in zip(weights[token].double(), ids[token].tolist(), strict=True):
+        for j, expert in enumerate(ids[token].tolist()):
             gate, up = (w13[expert].double() @ x[token].double()).chunk(2)
-            out[token] += weight * (w2[expert].double() @ (F.silu(gate) * up))
+            out[token, j] = w2[expert].double() @ (F.silu(gate) * up)
     return out.float()
 
 
 @pytest.mark.parametrize("use_kernel", [False, True])
 @pytest.mark.parametrize(
-    ("num_tokens", "hidden", "inner", "experts", "top_k", "favourite"),
-    [(37, 48, 40, 8, 2, 0.0), (1, 33, 17, 5, 3, 0.0), (70, 16, 130, 3, 1, 9.0), (0, 16, 16, 4, 2, 0.0)],
+    ("num_tokens", "hidden", "inner", "experts", "top_k", "favourite", "num_shared"),
+    [
+        (37, 48, 40, 8, 2, 0.0, 0),
+        (1, 33, 17, 5, 3, 0.0, 1),
+        (70, 16, 130, 3, 1, 9.0, 2),
+        (16, 16, 16, 4, 2, 0.0, 2),
+        (17, 16, 16, 4, 2, 0.0, 1),
+        (0, 16, 16, 4, 2, 0.0, 1),
+    ],
 )
 def test_values(
     kernel_device: str,
@@ -50,68 +73,85 @@ def test_values(
     experts: int,
     top_k: int,
     favourite: float,
+    num_shared: int,
 ) -> None:
-    case = _case(num_tokens, hidden, inner, experts, top_k, favourite)
+    case = _case(num_tokens, hidden, inner, experts, top_k, favourite, num_shared)
     run, device = (moe_experts_triton, kernel_device) if use_kernel else (moe_experts_torch, "cpu")
-    got = run(*(tensor.to(device) for tensor in case)).cpu()
+    got = _by_choice(run(*(tensor.to(device) for tensor in case), num_shared), case[1]).cpu()
     torch.testing.assert_close(got, _naive(*case), rtol=1e-4, atol=1e-5)
 
 
 def test_kernel_is_the_twin_in_half_precision(kernel_device: str) -> None:
-    x, weights, ids, w13, w2 = _case(37, 48, 40, 8, 2)
-    case = (x.to(HALF), weights, ids, w13.to(HALF), w2.to(HALF))
-    got = moe_experts_triton(*(tensor.to(kernel_device) for tensor in case)).cpu()
-    # Gate, up, their product, the second product and the sum are each rounded to 8 bits.
-    torch.testing.assert_close(got, moe_experts_torch(*case), rtol=2**-5, atol=2**-5)
+    x, ids, w13, w2 = _case(37, 48, 40, 8, 2, num_shared=1)
+    case = (x.to(HALF), ids, w13.to(HALF), w2.to(HALF))
+    got = _by_choice(moe_experts_triton(*(tensor.to(kernel_device) for tensor in case), 1), ids).cpu()
+    # Gate, up, their product and the second product are each rounded to 8 bits.
+    torch.testing.assert_close(got, _by_choice(moe_experts_torch(*case, 1), ids), rtol=2**-5, atol=2**-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_alone_is_the_row_in_company(
     threads: int, row_subsets: Callable[[int], Iterator[torch.Tensor]], dtype: torch.dtype
 ) -> None:
-    x, weights, ids, w13, w2 = _case(105, 256, 128, 8, 2)
+    x, ids, w13, w2 = _case(105, 256, 128, 8, 2, num_shared=1)
     x, w13, w2 = x.to(dtype), w13.to(dtype), w2.to(dtype)
-    whole = moe_experts(x, weights, ids, w13, w2)
+    whole = _by_choice(moe_experts(x, ids, w13, w2, 1), ids)
     for rows in row_subsets(105):
-        assert torch.equal(moe_experts(x[rows], weights[rows], ids[rows], w13, w2), whole[rows])
+        assert torch.equal(_by_choice(moe_experts(x[rows], ids[rows], w13, w2, 1), ids[rows]), whole[rows])
 
 
 def test_kernel_rows_alone(kernel_device: str) -> None:
-    x, weights, ids, w13, w2 = (tensor.to(kernel_device) for tensor in _case(41, 48, 40, 5, 2, favourite=0.5))
-    whole = moe_experts_triton(x, weights, ids, w13, w2)
+    x, ids, w13, w2 = (tensor.to(kernel_device) for tensor in _case(41, 48, 40, 5, 2, favourite=0.5, num_shared=1))
+    whole = _by_choice(moe_experts_triton(x, ids, w13, w2, 1), ids)
     for rows in (slice(0, 1), slice(40, 41), slice(3, 22), slice(7, 41)):
-        assert torch.equal(moe_experts_triton(x[rows], weights[rows], ids[rows], w13, w2), whole[rows])
+        assert torch.equal(_by_choice(moe_experts_triton(x[rows], ids[rows], w13, w2, 1), ids[rows]), whole[rows])
 
 
 def test_placing_scans_in_pieces(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_SCAN", 16)
-    case = _case(61, 16, 16, 6, 3, favourite=0.4)
-    got = moe_experts_triton(*(tensor.to(kernel_device) for tensor in case)).cpu()
+    case = _case(61, 16, 16, 6, 3, favourite=0.4, num_shared=1)
+    got = _by_choice(moe_experts_triton(*(tensor.to(kernel_device) for tensor in case), 1), case[1]).cpu()
     torch.testing.assert_close(got, _naive(*case), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="tensor-core arithmetic and graphs are meant")
 def test_law_on_the_gpu_in_bfloat16_also_from_a_graph() -> None:
-    x, weights, ids, w13, w2 = _case(700, 2048, 1408, 64, 6)
-    args = (x.cuda().bfloat16(), weights.cuda(), ids.cuda(), w13.cuda().bfloat16(), w2.cuda().bfloat16())
-    whole = moe_experts_triton(*args)
-    for size in (1, 2, 4, 17, 64, 129, 300):
-        rows = torch.randperm(700)[:size].cuda()
-        assert torch.equal(moe_experts_triton(args[0][rows], args[1][rows], args[2][rows], *args[3:]), whole[rows])
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = moe_experts_triton(*args)
-    out.fill_(torch.nan)
-    graph.replay()
-    assert torch.equal(out, whole)
+    x, ids, w13, w2 = _case(2500, 2048, 1408, 64, 6, num_shared=2)
+    x, ids, w13, w2 = x.cuda().bfloat16(), ids.cuda(), w13.cuda().bfloat16(), w2.cuda().bfloat16()
+    whole = _by_choice(moe_experts_triton(x, ids, w13, w2, 2), ids)
+    assert torch.equal(_by_choice(moe_experts_grouped(x, ids, w13, w2), ids), whole)
+    for size in (1, 2, 4, 16, 17, 64, 129, 300, 700, 800, 1400):
+        rows = torch.randperm(2500)[:size].cuda()
+        got = _by_choice(moe_experts(x[rows], ids[rows], w13, w2, 2), ids[rows])
+        assert torch.equal(got, whole[rows]), size
+    for run in (lambda: moe_experts_triton(x, ids, w13, w2, 2), lambda: moe_experts_grouped(x, ids, w13, w2)):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = run()
+        out.rows.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(_by_choice(out, ids), whole)
+
+
+def test_sorting_gives_order_ends_and_places(kernel_device: str) -> None:
+    ids = torch.tensor([[2, 0], [0, 3], [2, 0]], dtype=torch.int32, device=kernel_device)
+    order, places = torch.full((6,), -7, dtype=torch.int32, device=kernel_device), torch.full_like(ids, -7)
+    ends = torch.full((4,), -7, dtype=torch.int32, device=kernel_device)
+    options = {"ROWS": 1, "SCAN": 16, "EXPERTS": 4, "SORTED": True, "PDL": False}
+    module._place_kernel[(5,)](ids, ends, order, places, 6, 0, 4, 0, **options)
+    assert order.tolist() == [1, 2, 5, 0, 4, 3]
+    assert ends.tolist() == [3, 3, 5, 6]
+    assert places.tolist() == [[3, 0], [1, 5], [4, 2]]
 
 
 def test_wrong_arguments_are_refused() -> None:
-    x, weights, ids, w13, w2 = _case(3, 16, 16, 4, 2)
-    with pytest.raises(ValueError, match="topk_ids: expected dtype"):
-        moe_experts(x, weights, ids.long(), w13, w2)
+    x, ids, w13, w2 = _case(3, 16, 16, 4, 2)
+    with pytest.raises(ValueError, match="ids: expected dtype"):
+        moe_experts(x, ids.long(), w13, w2)
     with pytest.raises(ValueError, match="w13: expected shape"):
-        moe_experts(x, weights, ids, w13[:, :-1], w2)
+        moe_experts(x, ids, w13[:, :-1], w2)
     with pytest.raises(ValueError, match="contiguous"):
-        moe_experts(x, weights, ids, w13.transpose(1, 2).contiguous().transpose(1, 2), w2)
+        moe_experts(x, ids, w13.transpose(1, 2).contiguous().transpose(1, 2), w2)
+    with pytest.raises(ValueError, match="num_shared: expected 0..2, got 3"):
+        moe_experts(x, ids, w13, w2, 3)

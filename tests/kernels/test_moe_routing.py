@@ -101,3 +101,44 @@ def test_wrong_arguments_are_refused() -> None:
         route(torch.zeros(1, 8), None, 5, 2, 1, True, 1.0)
     with pytest.raises(ValueError, match="router_logits: expected dtype"):
         route(torch.zeros(1, 8, dtype=torch.bfloat16), None, 1, 1, 1, True, 1.0)
+
+
+@pytest.mark.parametrize("use_kernel", [False, True])
+def test_shared_experts_come_last_with_weight_one(kernel_device: str, use_kernel: bool) -> None:
+    run, device = (route_triton, kernel_device) if use_kernel else (route_torch, "cpu")
+    logits = torch.randn(5, 8, device=device)
+    weights, ids = run(logits, None, 2, 1, 1, True, 2.5, 3)
+    routed_weights, routed_ids = run(logits, None, 2, 1, 1, True, 2.5)
+    assert torch.equal(weights[:, :2], routed_weights) and torch.equal(ids[:, :2], routed_ids)
+    assert weights[:, 2:].tolist() == [[1.0, 1.0, 1.0]] * 5
+    assert ids[:, 2:].tolist() == [[8, 9, 10]] * 5
+
+
+@pytest.mark.parametrize(("experts", "groups", "kept", "top_k"), [*LAYOUTS, (128, 1, 1, 8), (160, 8, 3, 6)])
+def test_softmax_scores(kernel_device: str, experts: int, groups: int, kept: int, top_k: int) -> None:
+    """A group counts by its one best expert; kernel and twin agree, also where logits tie."""
+    torch.manual_seed(experts)
+    logits = torch.cat([torch.randn(20, experts), torch.randint(-4, 5, (9, experts)) / 4.0])
+    weights, ids = route_torch(logits, None, top_k, groups, kept, True, 1.5, 0, True)
+    for row in range(20):
+        probs = logits[row].double().softmax(-1)
+        best = probs.view(groups, -1).amax(-1).topk(kept).indices.tolist()
+        size = experts // groups
+        allowed = [e for g in best for e in range(g * size, (g + 1) * size)]
+        chosen = sorted(allowed, key=lambda e: -float(probs[e]))[:top_k]
+        assert ids[row].tolist() == chosen
+        torch.testing.assert_close(weights[row].double(), probs[chosen] / probs[chosen].sum() * 1.5, rtol=1e-5, atol=0)
+    got_weights, got_ids = route_triton(logits.to(kernel_device), None, top_k, groups, kept, True, 1.5, 0, True)
+    assert torch.equal(got_ids.cpu(), ids)
+    torch.testing.assert_close(got_weights.cpu(), weights)
+
+
+def test_softmax_of_a_row_alone_is_the_row_in_company(
+    threads: int, row_subsets: Callable[[int], Iterator[torch.Tensor]]
+) -> None:
+    logits = torch.randn(301, 127)
+    weights, ids = route(logits, None, 8, 1, 1, False, 1.0, 0, True)
+    for rows in row_subsets(301):
+        part_weights, part_ids = route(logits[rows], None, 8, 1, 1, False, 1.0, 0, True)
+        assert torch.equal(part_weights, weights[rows])
+        assert torch.equal(part_ids, ids[rows])

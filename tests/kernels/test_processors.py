@@ -27,6 +27,8 @@ def random_params(rng: random.Random) -> SamplingParams:
         top_k=maybe(0, rng.randint(3, 20)),  # type: ignore[arg-type]
         top_p=maybe(1.0, rng.uniform(0.6, 0.99)),  # type: ignore[arg-type]
         min_p=maybe(0.0, rng.uniform(0.01, 0.3)),  # type: ignore[arg-type]
+        typical_p=maybe(1.0, rng.uniform(0.3, 0.95)),  # type: ignore[arg-type]
+        no_repeat_ngram_size=maybe(0, rng.randint(1, 3)),  # type: ignore[arg-type]
         repetition_penalty=maybe(1.0, rng.uniform(0.7, 1.5)),  # type: ignore[arg-type]
         logit_bias=maybe((), tuple((t, rng.uniform(-5, 5)) for t in range(0, VOCAB, 3))),  # type: ignore[arg-type]
         allowed_token_ids=maybe(None, rng.sample(range(VOCAB), 25)),  # type: ignore[arg-type]
@@ -41,6 +43,8 @@ def expected(params: SamplingParams, text: list[int], logits: torch.Tensor) -> t
         processors.append(hf.SequenceBiasLogitsProcessor({(token,): bias for token, bias in params.logit_bias}))
     if params.repetition_penalty != 1:
         processors.append(hf.RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    if params.no_repeat_ngram_size:
+        processors.append(hf.NoRepeatNGramLogitsProcessor(params.no_repeat_ngram_size))
     if params.bad_words_ids:
         processors.append(hf.NoBadWordsLogitsProcessor([list(word) for word in params.bad_words_ids]))
     if params.allowed_token_ids:
@@ -51,6 +55,8 @@ def expected(params: SamplingParams, text: list[int], logits: torch.Tensor) -> t
     if params.top_p < 1:
         processors.append(hf.TopPLogitsWarper(params.top_p))
     processors.append(hf.MinPLogitsWarper(params.min_p))
+    if params.typical_p < 1:
+        processors.append(hf.TypicalLogitsWarper(params.typical_p))
     return processors(torch.tensor([text]), logits[None].double())[0].float()
 
 
@@ -78,7 +84,7 @@ def test_the_order_is_transformers(seed: int) -> None:
             spec_count=local.repeat(num_slots),
             needs=ProcessorNeeds(*[True] * len(ProcessorNeeds._fields)),
         ),
-    )
+    ).token_ids
     for row, slot in enumerate(slots.tolist()):
         text = texts[slot] + drafts[slot, 1 : 1 + int(local[row % (K + 1)])].tolist()
         wanted = expected(params[slot], text, before[row])

@@ -6,7 +6,14 @@ import pytest
 import torch
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm
 
-from specgen.kernels.rms_norm import rms_norm, rms_norm_torch, rms_norm_triton
+from specgen.kernels.rms_norm import (
+    combine_norm,
+    combine_norm_torch,
+    combine_norm_triton,
+    rms_norm,
+    rms_norm_torch,
+    rms_norm_triton,
+)
 
 EPS = 1e-6
 # Triton's interpreter cuts bfloat16 off instead of rounding it; float16 stands in for it there.
@@ -72,3 +79,43 @@ def test_wrong_arguments_are_refused() -> None:
         rms_norm(torch.zeros(2, 3), torch.zeros(4), EPS)
     with pytest.raises(ValueError, match="residual: expected shape"):
         rms_norm(torch.zeros(2, 3), torch.zeros(3), EPS, torch.zeros(1, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("sorted_rows", [False, True])
+def test_combine_norm_is_its_parts(kernel_device: str, dtype: torch.dtype, sorted_rows: bool) -> None:
+    torch.manual_seed(0)
+    parts, weights = torch.randn(7, 3, 33).to(dtype), torch.rand(7, 3)
+    residual, norm_weight = torch.randn(7, 33).to(dtype), torch.randn(33).to(dtype)
+    rows, places = parts.view(21, 33), None
+    if sorted_rows:
+        order = torch.randperm(21)
+        places = torch.empty(21, dtype=torch.int32)
+        places[order] = torch.arange(21, dtype=torch.int32)
+        rows, places = torch.cat([rows[order], torch.full((2, 33), torch.nan).to(dtype)]), places.view(7, 3)
+    total = (parts.double() * weights.double()[..., None]).sum(1).to(dtype) + residual
+    want = rms_norm_torch(total, norm_weight, 1e-5)
+    for run, device in ((combine_norm_torch, "cpu"), (combine_norm_triton, kernel_device)):
+        args = [None if t is None else t.to(device) for t in (rows, places, weights, residual, norm_weight)]
+        normed, got_total = run(*args, 1e-5)  # type: ignore[arg-type]
+        step = 1e-5 if dtype is torch.float32 else 2**-7  # one rounding of the sum, and those behind it
+        torch.testing.assert_close(got_total.cpu(), total, rtol=step, atol=step)
+        torch.testing.assert_close(normed.cpu(), want, rtol=2 * step, atol=2 * step)
+
+
+def test_combine_norm_tokens_alone(threads: int, row_subsets: Callable[[int], Iterator[torch.Tensor]]) -> None:
+    torch.manual_seed(0)
+    parts, weights, residual = torch.randn(70, 3, 80), torch.rand(70, 3), torch.randn(70, 80)
+    norm_weight = torch.ones(80)
+    whole = combine_norm(parts.view(210, 80), None, weights, residual, norm_weight, 1e-5)
+    for rows in row_subsets(70):
+        got = combine_norm(parts[rows].flatten(0, 1), None, weights[rows], residual[rows], norm_weight, 1e-5)
+        assert all(torch.equal(a, b[rows]) for a, b in zip(got, whole, strict=True))
+
+
+def test_combine_norm_refuses_wrong_arguments() -> None:
+    rows, weights, residual, norm_weight = torch.zeros(6, 8), torch.zeros(2, 3), torch.zeros(2, 8), torch.zeros(8)
+    with pytest.raises(ValueError, match="rows: expected shape"):
+        combine_norm(rows[:5], None, weights, residual, norm_weight, 1e-5)
+    with pytest.raises(ValueError, match="places: expected dtype"):
+        combine_norm(rows, torch.zeros(2, 3).long(), weights, residual, norm_weight, 1e-5)

@@ -1,4 +1,4 @@
-"""Rotary embedding: a rotation by hand, transformers' values, kernel against twin, clamped positions, the law."""
+"""Rotary embedding: a rotation by hand, transformers' values, clamped positions, the law."""
 
 from collections.abc import Callable, Iterator
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb, apply_rotary_pos_emb_interleave
 
-from specgen.kernels.rope import apply_rope, apply_rope_torch, apply_rope_triton
+from specgen.kernels.rope import apply_rope
 from specgen.models.rope_table import rope_table
 
 TABLE, _ = rope_table(16, 100, 10_000.0, None)
@@ -44,18 +44,10 @@ def test_twin_is_transformers(interleaved: bool) -> None:
     torch.testing.assert_close(got_k, want_k[0, 0])
 
 
-@pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_kernel_is_the_twin_also_outside_the_table(kernel_device: str, dtype: torch.dtype, interleaved: bool) -> None:
-    q, k, positions = _inputs(7, dtype)
-    positions[:2] = torch.tensor([-1, 100])
-    want = apply_rope_torch(q, k, positions, TABLE, interleaved)
-    assert torch.equal(want[1][:2], apply_rope_torch(q[:2], k[:2], torch.tensor([0, 99]), TABLE, interleaved)[1])
-    args = [tensor.to(kernel_device) for tensor in (q, k, positions, TABLE)]
-    for got, wanted in zip(apply_rope_triton(*args, interleaved), want, strict=True):
-        # On a GPU a product and a sum may be fused.
-        tolerance = {"rtol": 1e-6, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 2**-9}
-        torch.testing.assert_close(got.cpu(), wanted, **tolerance)
+def test_positions_are_clamped_into_the_table() -> None:
+    q, k, _ = _inputs(2)
+    outside = apply_rope(q, k, torch.tensor([-1, 100]), TABLE, True)
+    assert torch.equal(outside[1], apply_rope(q, k, torch.tensor([0, 99]), TABLE, True)[1])
 
 
 def test_a_row_alone_is_the_row_in_company(threads: int, row_subsets: Callable[[int], Iterator[torch.Tensor]]) -> None:
@@ -65,11 +57,3 @@ def test_a_row_alone_is_the_row_in_company(threads: int, row_subsets: Callable[[
         part_q, part_k = apply_rope(q[rows], k[rows], positions[rows], TABLE, True)
         assert torch.equal(part_q, whole_q[rows])
         assert torch.equal(part_k, whole_k[rows])
-
-
-def test_wrong_arguments_are_refused() -> None:
-    q, k, positions = _inputs(2)
-    with pytest.raises(ValueError, match="positions: expected dtype"):
-        apply_rope(q, k, positions.int(), TABLE, True)
-    with pytest.raises(ValueError, match="cos_sin: expected shape"):
-        apply_rope(q, k, positions, TABLE[:, :8], True)

@@ -27,7 +27,7 @@ YARN = {"type": "yarn", "factor": 4, "original_max_position_embeddings": 512}
         ({"rope_theta": float("nan")}, "rope_theta must be"),
         ({"q_lora_rank": "96"}, "q_lora_rank must be"),
         ({"quantization_config": [8]}, "quantised weights ([8]) are not supported"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights (fp8) are not supported"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised weights (gptq) are not supported"),
         ({"rope_parameters": 3}, "rope_parameters must be an object"),
         ({"rope_scaling": "yarn"}, "rope_scaling must be an object"),
         ({"rope_scaling": {"type": ["yarn"]}}, "unknown type ['yarn']"),

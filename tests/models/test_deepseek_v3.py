@@ -14,12 +14,11 @@ import torch
 from harness import Harness, Row
 from tiny import CONFIG, random_weights, write_checkpoint
 from transformers import DeepseekV3ForCausalLM as Oracle
+from whole_sequence import whole_sequence_logits
 
 from specgen.errors import ModelError
 from specgen.model_path import resolve_model
 from specgen.models.config import parse_config, read_config
-from specgen.models.context import AttentionContext
-from specgen.models.deepseek_v3 import DeepseekV3ForCausalLM
 from specgen.models.loading import load_model
 
 TOLERANCE = 1e-4
@@ -42,28 +41,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "two_shared_experts": {"n_shared_experts": 2},
     "all_dense": {"first_k_dense_replace": 2},
 }
-
-
-def whole_sequence_logits(model: DeepseekV3ForCausalLM, ids: list[int]) -> torch.Tensor:
-    """Logits of every position of one sequence, over a pool whose blocks are in no order."""
-    block_size, num = 4, len(ids)
-    num_blocks = -(-num // block_size)
-    order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).to(torch.int32) + 1
-    config = model.config
-    kv = torch.full((config.num_hidden_layers, num_blocks + 1, block_size, config.latent_size), float("nan"))
-    positions = torch.arange(num)
-    context = AttentionContext(
-        positions=positions,
-        slot_mapping=order[positions // block_size].long() * block_size + positions % block_size,
-        query_start_loc=torch.tensor([0, num], dtype=torch.int32),
-        seq_lens=torch.tensor([num], dtype=torch.int32),
-        idx_mapping=torch.tensor([0], dtype=torch.int32),
-        block_tables=order[None],
-        max_query_len=num,
-        max_seq_len=num,
-    )
-    with torch.inference_mode():
-        return model.compute_logits(model(torch.tensor(ids), context, kv))
 
 
 def oracle_logits(folder: Path, ids: list[int]) -> torch.Tensor:
@@ -106,9 +83,9 @@ def test_nothing_unwritten_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"model_type": "llama"}, "llama"),
+        ({"model_type": "gpt2"}, "gpt2"),
         ({"scoring_func": "softmax"}, "scoring_func"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
         ({"attention_bias": True}, "attention_bias"),
     ],
 )

@@ -12,12 +12,13 @@ import torch
 from specgen.engine.core import Abort, Add, EngineCore, Stop
 from specgen.engine.executor import UniProcExecutor
 from specgen.engine.kv_blocks import KVBlockManager
-from specgen.engine.request import EngineOutput, EngineRequest
+from specgen.engine.request import EngineOutput, EngineRequest, StopCheck, TokenLogprob
 from specgen.engine.scheduler import Scheduler, SchedulerConfig
 from specgen.models.config import read_config
 from specgen.sampling_params import SamplingParams
 from specgen.stats import SpecStats
 from specgen.worker.input_batch import InputBatch
+from specgen.worker.speculator import Drafting
 from specgen.worker.states import RequestStates
 from specgen.worker.worker import DrafterFactory, Worker, WorkerConfig
 
@@ -29,6 +30,7 @@ class Row:
     prompt: list[int]
     params: SamplingParams = field(default_factory=SamplingParams)
     seed: int = 0
+    new_stop_check: Callable[[], StopCheck] | None = None
 
 
 @dataclass
@@ -39,6 +41,10 @@ class Result:
     stats: SpecStats | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    error_code: str | None = None
+    stop_at: int | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
 
 Propose = Callable[[int, list[int]], Sequence[int]]
@@ -89,6 +95,9 @@ class Harness:
         eos: Iterable[int] = (),
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
+        drafting: Drafting = Drafting(),
+        by_ratio: bool = False,
+        draft_folder: Path | None = None,
     ) -> None:
         model = read_config(folder)
         self.config = WorkerConfig(
@@ -103,6 +112,9 @@ class Harness:
             num_blocks=num_blocks,
             memory_fraction=0.9,
             num_speculative_tokens=k,
+            drafting=drafting,
+            by_ratio=by_ratio,
+            draft_folder=draft_folder,
         )
         self.worker = Worker(self.config, drafter)
         scheduler_config = SchedulerConfig(
@@ -124,7 +136,8 @@ class Harness:
         """All rows to their end, in one batch; `abort` names rows that are aborted right after being added."""
         first = self._next_id
         for row in rows:
-            self.core.input_queue.put(Add(EngineRequest(self._next_id, row.prompt, row.params, row.seed)))
+            request = EngineRequest(self._next_id, row.prompt, row.params, row.seed, row.new_stop_check)
+            self.core.input_queue.put(Add(request))
             self._next_id += 1
         self.core.input_queue.put(Abort(tuple(first + i for i in abort)))
         self.core.input_queue.put(Stop(drain=True))
@@ -134,10 +147,13 @@ class Harness:
         for output in self.outputs:
             result = results[output.request_id - first]
             result.token_ids += output.new_token_ids
+            result.logprobs += output.logprobs or []
             if output.finish_reason is not None:
                 assert result.finish_reason is None, "a row ended twice"
                 result.finish_reason, result.stop, result.stats = output.finish_reason, output.stop, output.stats
                 result.num_cached_tokens, result.error = output.num_cached_tokens, output.error
+                result.error_code, result.stop_at = output.error_code, output.stop_at
+                result.prompt_logprobs = output.prompt_logprobs
         assert all(result.finish_reason is not None for result in results), "a row has no end"
         assert not self.scheduler.requests
         return results

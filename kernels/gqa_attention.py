@@ -1,0 +1,499 @@
+"""Paged, causal grouped-query attention: several query heads share one key head and one value head.
+
+A row (one query token of one head) has one arithmetic whether it comes as decode, verification or prefill chunk, as in
+`mla_attention`: tiles of a fixed number of rows, keys in a fixed order of chunks counted from position 0, running
+softmax in float32; keys that a row can't see change nothing in it. On CUDA the keys are cut into splits of a fixed
+number, each summed from nothing, and the splits' results are joined in their order. Few tiles give each split a program
+and are joined by a second kernel, many tiles loop over their splits: the same operations in the same order, none of
+them contracted, so the choice is one of speed. Unwritten slots may hold NaN: keys outside a row's range are masked, and
+their values cleared, before they are multiplied.
+"""
+
+import numpy as np
+import torch
+
+from specgen.kernels._checks import check, check_same_device
+from specgen.kernels._mla_plan import KEYS, Slab, plan_slabs
+from specgen.kernels._triton import tl, triton
+from specgen.kernels.linear import item_product, rows_keep_bits
+
+_CPU_QUERIES = 4  # query tokens a tile
+# On CUDA: rows of a tile (queries x heads of a group), keys a step, keys of a split. Never a function of the batch.
+_TILE_ROWS = 32
+_STEP_KEYS = 64
+_SPLIT_KEYS = 256
+_MANY_PROGRAMS = 264  # so many tiles fill the device (twice 132 processors) without a program a split
+_SCRATCH_BYTES = 256 << 20  # partial results held at once; a longer step loops over its splits
+_LOG2_E = 1.4426950408889634
+_NO_MAX = -1.0e30  # running maximum before the first key: finite, so that exp(max - max) is 1 and never NaN
+
+
+def gqa_attention(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    num_kv_heads: int,
+    scale: float,
+    max_query_len: int,
+    max_seq_len: int,
+    key_start: int = 0,
+) -> torch.Tensor:
+    """Return every query head's softmax-weighted sum of the values it may see.
+
+    q: [T, Hq, D], contiguous, head h reads key head h // (Hq / Hkv); kv_cache: [num_blocks, block_size, 2 Hkv D], same
+    dtype, a token's key heads, then its value heads; block_tables: [slots, MB] int32; idx_mapping: [B] int32 (request
+    -> slot, -1 padded); query_start_loc: [B + 1] int32; seq_lens: [B] int32. Query token i of request b sits at
+    position seq_lens[b] - query_len + i and sees the keys key_start..position. scale > 0 multiplies the scores;
+    max_query_len and max_seq_len bound the step from the host.
+    Returns [T, Hq, D] in q's dtype; zeros for rows without a visible key, padded requests and tokens past the last
+    request.
+    Raises: ValueError on a wrong dtype or shape.
+    Source: Ainslie et al., arXiv 2305.13245.
+    """
+    num_requests = idx_mapping.shape[0]
+    check("q", q, q.dtype, None, None, None)
+    check("kv_cache", kv_cache, q.dtype, None, None, 2 * num_kv_heads * q.shape[2])
+    check("block_tables", block_tables, torch.int32, None, None)
+    check("idx_mapping", idx_mapping, torch.int32, num_requests)
+    check("query_start_loc", query_start_loc, torch.int32, num_requests + 1)
+    check("seq_lens", seq_lens, torch.int32, num_requests)
+    check_same_device(
+        q=q,
+        kv_cache=kv_cache,
+        block_tables=block_tables,
+        idx_mapping=idx_mapping,
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+    )
+    if not q.is_contiguous() or not kv_cache.is_contiguous():
+        raise ValueError("q and kv_cache: expected contiguous tensors")
+    if num_kv_heads < 1 or q.shape[1] % num_kv_heads:
+        raise ValueError(f"num_kv_heads: {q.shape[1]} query heads can't share {num_kv_heads} key heads")
+    return (gqa_attention_triton if q.is_cuda else gqa_attention_torch)(
+        q,
+        kv_cache,
+        block_tables,
+        idx_mapping,
+        query_start_loc,
+        seq_lens,
+        num_kv_heads,
+        scale,
+        max_query_len,
+        max_seq_len,
+        key_start,
+    )
+
+
+def gqa_attention_torch(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    num_kv_heads: int,
+    scale: float,
+    max_query_len: int,
+    max_seq_len: int,
+    key_start: int = 0,
+) -> torch.Tensor:
+    """Return what `gqa_attention` returns, in plain torch: many tiles at once, their chunks one after the other."""
+    num_heads, head_dim = q.shape[1:]
+    group, block_size = num_heads // num_kv_heads, kv_cache.shape[1]
+    queries = _CPU_QUERIES if _tile_rows_keep_bits(_CPU_QUERIES * group, head_dim) else 1
+    out = torch.zeros_like(q)
+    slots = idx_mapping.numpy()
+    if not len(slots):
+        return out
+    num_blocks = -(-max(int(seq_lens.max()), 1) // block_size)
+    slabs = plan_slabs(
+        (slots >= 0).tobytes(),
+        query_start_loc.numpy().tobytes(),
+        seq_lens.numpy().tobytes(),
+        block_tables.numpy()[np.maximum(slots, 0), :num_blocks].tobytes(),
+        block_size,
+        queries,
+        key_start,
+    )
+    cache = kv_cache.view(-1, head_dim)  # 2 Hkv rows a slot
+    for slab in slabs:
+        rows = q.index_select(0, slab.token_rows).float().mul_(scale)
+        tiles = rows.view(slab.num_tiles, queries, num_kv_heads, group, head_dim).transpose(1, 2)
+        # Tiles that share their keys take the key heads one by one: an item's keys then need no copy for each tile.
+        share = len(slab.chunks[0].slots) < slab.num_tiles * KEYS
+        parts = [tiles[:, h : h + 1] for h in range(num_kv_heads)] if share else [tiles]
+        done = [_attend(part, cache, slab, i, 2 * num_kv_heads) for i, part in enumerate(parts)]
+        rows = torch.cat(done, 1).transpose(1, 2).reshape(-1, num_heads, head_dim)
+        if slab.used is not None:
+            rows = rows.index_select(0, slab.used)
+        out.index_copy_(0, slab.out_rows, rows.to(q.dtype))
+    return out
+
+
+def _tile_rows_keep_bits(rows: int, head_dim: int) -> bool:
+    """Whether both products of a tile give a row the same bits wherever it stands in the tile."""
+    return rows_keep_bits(rows, head_dim, KEYS, True, torch.float32) and rows_keep_bits(
+        rows, KEYS, head_dim, False, torch.float32
+    )
+
+
+def _attend(q: torch.Tensor, cache: torch.Tensor, slab: Slab, first_head: int, stride: int) -> torch.Tensor:
+    """Return the results of a slab's tiles [n, h, Q, G, D] float32.
+
+    q: [n, h, Q, G, D] for the h key heads from `first_head` on; cache: [slots * stride, D], `stride` rows a slot.
+    """
+    num_tiles, heads, queries, group, head_dim = q.shape
+    items = q.reshape(num_tiles * heads, queries * group, head_dim)
+    head = torch.arange(first_head, first_head + heads)[:, None]
+    for i, chunk in enumerate(slab.chunks):
+        active = chunk.active * heads
+        rows = (chunk.slots.view(-1, 1, KEYS) * stride + head).flatten()
+        keys = cache.index_select(0, rows).float().view(-1, KEYS, head_dim).expand(active, -1, -1)
+        values = cache.index_select(0, rows + stride // 2).float()
+        if chunk.mixed is not None:
+            # Such a value may be unwritten (a rejected draft's), and 0 * NaN would reach the queries before it.
+            by_tile = values.view(-1, heads, KEYS, head_dim)
+            tile, key = chunk.mixed // KEYS, chunk.mixed % KEYS
+            by_tile[tile, :, key] = by_tile[tile, :, key].nan_to_num_(0.0, 0.0, 0.0)
+        values = values.view(-1, KEYS, head_dim).expand(active, -1, -1)
+        scores = item_product(items[:active], keys.transpose(1, 2))
+        if chunk.hidden is not None:
+            by_query = scores.view(chunk.active, heads, queries, group, KEYS)
+            by_query.masked_fill_(chunk.hidden[:, None], float("-inf"))
+        chunk_max = scores.amax(-1, keepdim=True)
+        if i == 0:
+            row_max = chunk_max.clamp_(min=_NO_MAX)
+            weights = scores.sub_(row_max).exp_()
+            row_sum = weights.sum(-1, keepdim=True)
+            acc = item_product(weights, values)
+            continue
+        new_max = torch.maximum(row_max[:active], chunk_max)
+        decay = (row_max[:active] - new_max).exp_()
+        weights = scores.sub_(new_max).exp_()
+        row_sum[:active].mul_(decay).add_(weights.sum(-1, keepdim=True))
+        acc[:active].mul_(decay).add_(item_product(weights, values))
+        row_max[:active] = new_max
+    acc.div_(row_sum)
+    if slab.has_empty_rows:
+        acc.masked_fill_(row_sum == 0, 0.0)
+    return acc.view(q.shape)
+
+
+def gqa_attention_triton(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    num_kv_heads: int,
+    scale: float,
+    max_query_len: int,
+    max_seq_len: int,
+    key_start: int = 0,
+) -> torch.Tensor:
+    """Return what `gqa_attention` returns, by one program a query tile and group of heads, or one for each split."""
+    num_tokens, num_heads, head_dim = q.shape
+    num_requests, group = idx_mapping.shape[0], num_heads // num_kv_heads
+    out = torch.zeros_like(q)
+    if num_tokens == 0 or num_requests == 0:
+        return out
+    heads = min(group, _TILE_ROWS)
+    queries = _TILE_ROWS // heads
+    parts = triton.cdiv(group, heads)  # of a group
+    splits = max(1, triton.cdiv(max_seq_len, _SPLIT_KEYS))
+    # Request b's tiles start at number query_start_loc[b] // queries + b: room enough for each, found without the host.
+    num_tiles = num_tokens // queries + num_requests
+    programs = num_tiles * num_kv_heads * parts
+    dim = max(16, triton.next_power_of_2(head_dim))
+    scratch = programs * splits * _TILE_ROWS * (dim + 2) * 4
+    by_split = splits > 1 and programs < _MANY_PROGRAMS and scratch <= _SCRATCH_BYTES
+    partial = torch.empty(scratch // 4, dtype=torch.float32, device=q.device) if by_split else out
+    shared = {
+        "GROUP": group,
+        "HEADS": heads,
+        "PARTS": parts,
+        "QUERIES": queries,
+        "ROWS": _TILE_ROWS,
+        "HEAD_DIM": head_dim,
+        "DIM": dim,
+        "SPLIT_KEYS": _SPLIT_KEYS,
+        "SEARCH": num_requests.bit_length(),
+        "NO_MAX": _NO_MAX,
+        "enable_fp_fusion": False,  # the loop and the join must round alike
+    }
+    _gqa_kernel[(num_tiles, num_kv_heads * parts, splits if by_split else 1)](
+        q,
+        kv_cache,
+        block_tables,
+        block_tables.stride(0),
+        idx_mapping,
+        query_start_loc,
+        seq_lens,
+        out,
+        partial,
+        num_requests,
+        num_heads,
+        scale * _LOG2_E,
+        KV_HEADS=num_kv_heads,
+        BLOCK_SIZE=kv_cache.shape[1],
+        STEP_KEYS=_STEP_KEYS,
+        BY_SPLIT=by_split,
+        KEY_START=key_start,
+        num_warps=4,
+        num_stages=2,
+        **shared,
+    )
+    if by_split:
+        rows = heads * min(queries, max(max_query_len, 1))
+        _gqa_join_kernel[(num_tiles, num_kv_heads * parts, rows)](
+            idx_mapping,
+            query_start_loc,
+            seq_lens,
+            partial,
+            out,
+            num_requests,
+            num_heads,
+            splits,
+            scale * _LOG2_E,
+            num_warps=1,
+            **shared,
+        )
+    return out
+
+
+@triton.jit
+def _find_tile(
+    tile, idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES: tl.constexpr, SEARCH: tl.constexpr
+):
+    """Return a tile's (slot, first row of q, number of queries (0: no such tile), first position)."""
+    low = 0
+    high = num_requests
+    for _ in tl.static_range(SEARCH):
+        # The last request whose tiles start at or before this one; low stays below high.
+        middle = (low + high) // 2
+        start = tl.load(query_start_loc_ptr + middle) // QUERIES + middle
+        here = (start <= tile) & (middle < high)
+        low = tl.where(here, middle, low)
+        high = tl.where(here, high, middle)
+    request = low
+    row = tl.load(query_start_loc_ptr + request)
+    query_len = tl.load(query_start_loc_ptr + request + 1) - row
+    offset = (tile - (row // QUERIES + request)) * QUERIES
+    slot = tl.load(idx_mapping_ptr + request)
+    count = tl.where(slot >= 0, tl.minimum(tl.maximum(query_len - offset, 0), QUERIES), 0)
+    position = tl.load(seq_lens_ptr + request) - query_len + offset
+    return slot.to(tl.int64), (row + offset).to(tl.int64), count, position
+
+
+@triton.jit
+def _gqa_step(
+    start,
+    end,
+    q,
+    row_max,
+    row_sum,
+    acc,
+    positions,
+    keys_ptr,
+    values_offset,
+    token_stride,
+    table_ptr,
+    scale_log2,
+    BLOCK_SIZE: tl.constexpr,
+    STEP_KEYS: tl.constexpr,
+    KEY_START: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Take in the keys start..start + STEP_KEYS. MASKED: some row may not see all of them, none sees one from `end` on.
+
+    The maximum stays in raw units: exp2((score - max) * scale) is the same in the masked and the plain form.
+    """
+    key = start + tl.arange(0, STEP_KEYS)
+    column = tl.arange(0, DIM)
+    mask = (column < HEAD_DIM)[None, :]
+    if MASKED:
+        in_range = (key < end) & (key >= KEY_START)
+        block = tl.load(table_ptr + key // BLOCK_SIZE, mask=in_range, other=0).to(tl.int64)
+        mask = mask & in_range[:, None]
+    else:
+        block = tl.load(table_ptr + key // BLOCK_SIZE).to(tl.int64)
+    rows = keys_ptr + (block * BLOCK_SIZE + key % BLOCK_SIZE) * token_stride
+    keys = tl.load(rows[:, None] + column[None, :], mask=mask, other=0.0)
+    scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
+    values = tl.load(rows[:, None] + values_offset + column[None, :], mask=mask, other=0.0)
+    if MASKED:
+        visible = in_range[None, :] & (key[None, :] <= positions[:, None])
+        scores = tl.where(visible, scores, float("-inf"))
+        # A later query's value may be unwritten (a rejected draft's), and 0 * NaN would reach the queries before it.
+        is_finite = tl.abs(values.to(tl.float32)) < float("inf")
+        values = tl.where(is_finite, values, 0.0).to(keys.dtype)
+    new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+    decay = tl.exp2((row_max - new_max) * scale_log2)
+    weights = tl.exp2((scores - new_max[:, None]) * scale_log2)
+    row_sum = row_sum * decay + tl.sum(weights, axis=1)
+    acc = tl.dot(weights.to(values.dtype), values, acc * decay[:, None], input_precision="ieee")
+    return new_max, row_sum, acc
+
+
+@triton.jit
+def _join(total_max, total, result, part_max, part_sum, part, scale_log2):
+    """Return the running (max, sum, acc) with one more split's taken in."""
+    new_max = tl.maximum(total_max, part_max)
+    decay = tl.exp2((total_max - new_max) * scale_log2)
+    weight = tl.exp2((part_max - new_max) * scale_log2)
+    return new_max, total * decay + part_sum * weight, result * decay[:, None] + part * weight[:, None]
+
+
+@triton.jit(do_not_specialize=["num_requests"])
+def _gqa_kernel(
+    q_ptr,
+    cache_ptr,
+    block_tables_ptr,
+    block_tables_stride,
+    idx_mapping_ptr,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    out_ptr,
+    partial_ptr,
+    num_requests,
+    num_heads,
+    scale_log2,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    PARTS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    STEP_KEYS: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,
+    BY_SPLIT: tl.constexpr,
+    SEARCH: tl.constexpr,
+    KEY_START: tl.constexpr,
+    NO_MAX: tl.constexpr,
+):
+    """One tile's rows against all keys, or BY_SPLIT against one split's: then its partial (acc, max, sum) is kept."""
+    slot, q_row, count, position = _find_tile(
+        tl.program_id(0), idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES, SEARCH
+    )
+    num_keys = position + count
+    first_split = tl.program_id(2)
+    if (count > 0) & (first_split * SPLIT_KEYS < num_keys):
+        row = tl.arange(0, ROWS)
+        kv_head = tl.program_id(1) // PARTS
+        in_group = (tl.program_id(1) % PARTS) * HEADS + row % HEADS
+        query = row // HEADS
+        real = (in_group < GROUP) & (query < count)
+        column = tl.arange(0, DIM)
+        result_row = (q_row + query) * num_heads + kv_head * GROUP + in_group
+        mask = real[:, None] & (column < HEAD_DIM)[None, :]
+        q = tl.load(q_ptr + result_row[:, None] * HEAD_DIM + column[None, :], mask=mask, other=0.0)
+        positions = position + query
+        table_ptr = block_tables_ptr + slot * block_tables_stride
+        keys_ptr = cache_ptr + kv_head * HEAD_DIM
+        token_stride = 2 * KV_HEADS * HEAD_DIM
+        values_offset = KV_HEADS * HEAD_DIM
+
+        total_max = tl.full([ROWS], NO_MAX, dtype=tl.float32)
+        total = tl.zeros([ROWS], dtype=tl.float32)
+        result = tl.zeros([ROWS, DIM], dtype=tl.float32)
+        last_split = first_split + 1
+        if not BY_SPLIT:
+            last_split = (num_keys + SPLIT_KEYS - 1) // SPLIT_KEYS
+        for split in range(first_split, last_split):
+            low = split * SPLIT_KEYS
+            end = tl.minimum(low + SPLIT_KEYS, num_keys)
+            row_max = tl.full([ROWS], NO_MAX, dtype=tl.float32)
+            row_sum = tl.zeros([ROWS], dtype=tl.float32)
+            acc = tl.zeros([ROWS, DIM], dtype=tl.float32)
+            # [low, lead): keys before KEY_START among them; [lead, full): every row sees all; [full, end): causal edge.
+            lead = low
+            if KEY_START > 0:
+                lead = tl.minimum(tl.maximum((KEY_START + STEP_KEYS - 1) // STEP_KEYS * STEP_KEYS, low), end)
+                for start in range(low, lead, STEP_KEYS):
+                    row_max, row_sum, acc = _gqa_step(
+                        start, end, q, row_max, row_sum, acc, positions, keys_ptr, values_offset, token_stride,
+                        table_ptr, scale_log2, BLOCK_SIZE, STEP_KEYS, KEY_START, HEAD_DIM, DIM, True,
+                    )  # fmt: skip
+            full = tl.maximum(tl.minimum((position + 1) // STEP_KEYS, end // STEP_KEYS) * STEP_KEYS, lead)
+            for start in range(lead, full, STEP_KEYS):
+                row_max, row_sum, acc = _gqa_step(
+                    start, end, q, row_max, row_sum, acc, positions, keys_ptr, values_offset, token_stride,
+                    table_ptr, scale_log2, BLOCK_SIZE, STEP_KEYS, KEY_START, HEAD_DIM, DIM, False,
+                )  # fmt: skip
+            for start in range(full, end, STEP_KEYS):
+                row_max, row_sum, acc = _gqa_step(
+                    start, end, q, row_max, row_sum, acc, positions, keys_ptr, values_offset, token_stride,
+                    table_ptr, scale_log2, BLOCK_SIZE, STEP_KEYS, KEY_START, HEAD_DIM, DIM, True,
+                )  # fmt: skip
+            if BY_SPLIT:
+                total_max, total, result = row_max, row_sum, acc
+            else:
+                total_max, total, result = _join(total_max, total, result, row_max, row_sum, acc, scale_log2)
+
+        if BY_SPLIT:
+            place = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * tl.num_programs(2)
+            partial = partial_ptr + ((place + first_split) * ROWS + row) * (DIM + 2)
+            tl.store(partial[:, None] + column[None, :], result, mask=real[:, None])
+            tl.store(partial + DIM, total_max, mask=real)
+            tl.store(partial + DIM + 1, total, mask=real)
+        else:
+            result = result / tl.where(total > 0, total, 1.0)[:, None]
+            target = out_ptr + result_row[:, None] * HEAD_DIM + column[None, :]
+            tl.store(target, result.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_requests", "splits"])
+def _gqa_join_kernel(
+    idx_mapping_ptr,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    partial_ptr,
+    out_ptr,
+    num_requests,
+    num_heads,
+    splits,
+    scale_log2,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    PARTS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,
+    SEARCH: tl.constexpr,
+    NO_MAX: tl.constexpr,
+):
+    """Join one row's partial results, first split first."""
+    row = tl.program_id(2)
+    in_group = (tl.program_id(1) % PARTS) * HEADS + row % HEADS
+    query = row // HEADS
+    _, q_row, count, position = _find_tile(
+        tl.program_id(0), idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES, SEARCH
+    )
+    if (query < count) & (in_group < GROUP) & (position + query >= 0):
+        column = tl.arange(0, DIM)
+        first_place = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * splits
+        total_max = tl.full([1], NO_MAX, dtype=tl.float32)
+        total = tl.zeros([1], dtype=tl.float32)
+        result = tl.zeros([1, DIM], dtype=tl.float32)
+        # The tile's last row may see one split more; it gives this row nothing.
+        for split in range(0, (position + count - 1) // SPLIT_KEYS + 1):
+            partial = partial_ptr + ((first_place + split) * ROWS + row) * (DIM + 2)
+            part = tl.load(partial + column)[None, :]
+            part_max = tl.load(partial + DIM + tl.zeros([1], dtype=tl.int32))
+            part_sum = tl.load(partial + DIM + 1 + tl.zeros([1], dtype=tl.int32))
+            total_max, total, result = _join(total_max, total, result, part_max, part_sum, part, scale_log2)
+        result = result / tl.where(total > 0, total, 1.0)[:, None]
+        head = (tl.program_id(1) // PARTS) * GROUP + in_group
+        target = out_ptr + ((q_row + query) * num_heads + head) * HEAD_DIM
+        tl.store(target + column[None, :], result.to(out_ptr.dtype.element_ty), mask=(column < HEAD_DIM)[None, :])

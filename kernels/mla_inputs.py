@@ -1,0 +1,171 @@
+"""What latent attention reads of a step: the tokens' latents in the cache, and the queries' rotary part.
+
+Norm, rotation and cache write in one pass over a token. The rotary table comes from `models.rope_table`.
+"""
+
+import torch
+
+from specgen.kernels._checks import check, check_same_device
+from specgen.kernels._triton import pdl, tl, triton, wait_for_inputs
+from specgen.kernels.rms_norm import rms_norm_torch
+from specgen.kernels.rope import apply_rope
+
+
+def mla_inputs(
+    latent: torch.Tensor,
+    q_pe: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    interleaved: bool,
+    slot_mapping: torch.Tensor,
+    kv_cache: torch.Tensor,
+    q: torch.Tensor,
+) -> None:
+    """Write [norm(latent[t, :R]), rotated latent[t, R:]] to cache slot `slot_mapping[t]`, rotated q_pe to q[..., R:].
+
+    latent: [T, R + P] and q_pe: [T, H, P], rows and heads may be strided; norm_weight: [R], same dtype; positions: [T]
+    int64, clamped into the table; cos_sin: [max_pos, P] float32, see `apply_rope`; slot_mapping: [T] int64, -1 writes
+    nothing; kv_cache: [num_blocks, block_size, R + P], contiguous; q: [T, H, R + P], contiguous, its first R columns
+    stay. Raises: ValueError on a wrong dtype or shape.
+    Source: DeepSeek-V2, arXiv 2405.04434, eq. 9 to 19.
+    """
+    num_tokens, width = latent.shape
+    rank, rope = norm_weight.shape[0], q_pe.shape[2]
+    check("latent", latent, latent.dtype, None, rank + rope)
+    check("q_pe", q_pe, latent.dtype, num_tokens, None, None)
+    check("norm_weight", norm_weight, latent.dtype, None)
+    check("positions", positions, torch.int64, num_tokens)
+    check("cos_sin", cos_sin, torch.float32, None, rope)
+    check("slot_mapping", slot_mapping, torch.int64, num_tokens)
+    check("kv_cache", kv_cache, latent.dtype, None, None, width)
+    check("q", q, latent.dtype, num_tokens, q_pe.shape[1], width)
+    check_same_device(
+        latent=latent, q_pe=q_pe, norm_weight=norm_weight, positions=positions, cos_sin=cos_sin,
+        slot_mapping=slot_mapping, kv_cache=kv_cache, q=q,
+    )  # fmt: skip
+    if not kv_cache.is_contiguous() or not q.is_contiguous():
+        raise ValueError("kv_cache and q: expected contiguous tensors")
+    if rope % 2 or cos_sin.shape[0] == 0:
+        raise ValueError(f"rope needs an even width and a table, got {rope} and {cos_sin.shape[0]} positions")
+    run = mla_inputs_triton if latent.is_cuda else mla_inputs_torch
+    run(latent, q_pe, norm_weight, eps, positions, cos_sin, interleaved, slot_mapping, kv_cache, q)
+
+
+def mla_inputs_torch(
+    latent: torch.Tensor,
+    q_pe: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    interleaved: bool,
+    slot_mapping: torch.Tensor,
+    kv_cache: torch.Tensor,
+    q: torch.Tensor,
+) -> None:
+    """Do what `mla_inputs` does, in plain torch."""
+    rank = norm_weight.shape[0]
+    kv_c, k_pe = latent[:, :rank], latent[:, rank:]
+    normed = rms_norm_torch(kv_c, norm_weight, eps)
+    assert isinstance(normed, torch.Tensor)
+    q_pe, k_pe = apply_rope(q_pe, k_pe, positions, cos_sin, interleaved)
+    rows = torch.cat([normed, k_pe], dim=-1)
+    written = slot_mapping >= 0
+    if not bool(written.all()):
+        rows, slot_mapping = rows[written], slot_mapping[written]
+    kv_cache.view(-1, kv_cache.shape[-1]).index_copy_(0, slot_mapping, rows)
+    q[..., rank:] = q_pe
+
+
+def mla_inputs_triton(
+    latent: torch.Tensor,
+    q_pe: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    interleaved: bool,
+    slot_mapping: torch.Tensor,
+    kv_cache: torch.Tensor,
+    q: torch.Tensor,
+) -> None:
+    """Do what `mla_inputs` does, by one program a token."""
+    num_tokens, num_heads, rope = q_pe.shape
+    rank = norm_weight.shape[0]
+    if num_tokens:
+        _mla_inputs_kernel[(num_tokens,)](
+            latent, latent.stride(0), q_pe, q_pe.stride(0), q_pe.stride(1), norm_weight, eps, positions, cos_sin,
+            cos_sin.stride(0), cos_sin.shape[0], slot_mapping, kv_cache, q, num_heads, rank, rope // 2,
+            INTERLEAVED=interleaved, HEADS=triton.next_power_of_2(num_heads), RANK=triton.next_power_of_2(rank),
+            HALF=triton.next_power_of_2(rope // 2), num_warps=4, **pdl(),
+        )  # fmt: skip
+
+
+@triton.jit
+def _mla_inputs_kernel(
+    latent_ptr,
+    latent_stride,
+    q_pe_ptr,
+    q_pe_stride,
+    q_pe_head_stride,
+    norm_weight_ptr,
+    eps,
+    positions_ptr,
+    table_ptr,
+    table_stride,
+    max_positions,
+    slot_mapping_ptr,
+    cache_ptr,
+    q_ptr,
+    num_heads,
+    rank,
+    half,
+    INTERLEAVED: tl.constexpr,
+    HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    HALF: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    column = tl.arange(0, RANK)
+    in_rank = column < rank
+    weight = tl.load(norm_weight_ptr + column, mask=in_rank, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping_ptr + token)
+    position = tl.load(positions_ptr + token)
+    position = tl.minimum(tl.maximum(position, 0), max_positions - 1)
+    pair = tl.arange(0, HALF)
+    in_pair = pair < half
+    cos = tl.load(table_ptr + position * table_stride + pair, mask=in_pair, other=0.0)
+    sin = tl.load(table_ptr + position * table_stride + half + pair, mask=in_pair, other=0.0)
+    if INTERLEAVED:
+        first = 2 * pair
+        second = first + 1
+    else:
+        first = pair
+        second = pair + half
+    width = rank + 2 * half
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
+
+    if slot >= 0:
+        row = latent_ptr + token * latent_stride
+        target = cache_ptr + slot * width
+        wide = tl.load(row + column, mask=in_rank, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / rank + eps)
+        normed = (wide * scale).to(dtype).to(tl.float32)
+        tl.store(target + column, (normed * weight).to(dtype), mask=in_rank)
+        k1 = tl.load(row + rank + first, mask=in_pair, other=0.0).to(tl.float32)
+        k2 = tl.load(row + rank + second, mask=in_pair, other=0.0).to(tl.float32)
+        tl.store(target + rank + first, (k1 * cos - k2 * sin).to(dtype), mask=in_pair)
+        tl.store(target + rank + second, (k2 * cos + k1 * sin).to(dtype), mask=in_pair)
+
+    head = tl.arange(0, HEADS)[:, None].to(tl.int64)
+    mask = (head < num_heads) & in_pair[None, :]
+    q_rows = q_pe_ptr + token * q_pe_stride + head * q_pe_head_stride
+    q1 = tl.load(q_rows + first[None, :], mask=mask, other=0.0).to(tl.float32)
+    q2 = tl.load(q_rows + second[None, :], mask=mask, other=0.0).to(tl.float32)
+    q_out = q_ptr + (token * num_heads + head) * width + rank
+    tl.store(q_out + first[None, :], (q1 * cos[None, :] - q2 * sin[None, :]).to(dtype), mask=mask)
+    tl.store(q_out + second[None, :], (q2 * cos[None, :] + q1 * sin[None, :]).to(dtype), mask=mask)

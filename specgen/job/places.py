@@ -1,0 +1,133 @@
+"""Where a job's files may be written, found out before a model is loaded.
+
+Knows folders, devices and that nothing that is there may be lost. Does not know what is in the files.
+"""
+
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from specgen.errors import InputError
+
+
+def recipe_beside(output: str) -> str | None:
+    """Return the path of the recipe that is written beside an output, None beside stdout, a device or a pipe."""
+    return None if output == "-" or is_special(output) else f"{output}.recipe.yaml"
+
+
+def files_beside(output: str) -> list[str]:
+    """Return the paths of what is written beside an output: recipe and manifest."""
+    recipe = recipe_beside(output)
+    return [] if recipe is None else [recipe, f"{output}.manifest.json"]
+
+
+def check_output(path: str, *, inputs: Sequence[str], recipe_path: Path | None = None) -> None:
+    """Return if an output file, and those beside it, can be made or continued; leaves no trace, so it can be asked early.
+
+    Raises: InputError if one of them is an input or the recipe that is run (`recipe_path`), or cannot be in its folder.
+    """
+    if path == "-" or is_special(path):
+        _check_open_end(path, "output")
+        return
+    beside = zip(files_beside(path), ("recipe", "manifest"), strict=True)
+    for target, what in (
+        (path, "output"),
+        *((name, f"{what} that is written beside the output") for name, what in beside),
+    ):
+        _check_place(target, what)
+        if any(other != "-" and _same_file(target, other) for other in inputs):
+            raise InputError(f"the {what} is the input file", where=target, hint="--output names another")
+        if recipe_path is not None and _same_file(target, str(recipe_path)):
+            raise InputError(f"the {what} is the recipe that is being run", where=target, hint="--output names another")
+        if os.path.exists(target) and not os.access(target, os.W_OK):
+            raise InputError(f"the {what} cannot be written", where=target)
+        _check_folder(target, what)
+
+
+def check_replaceable(path: str, what: str, others: Sequence[str]) -> None:
+    """Return if a file can be written at `path`, where an old one may be replaced; leaves no trace. `-` is stdout.
+
+    Raises: InputError if it is one of `others`, or cannot be written.
+    """
+    if path == "-" or is_special(path):
+        _check_open_end(path, what)
+        return
+    _check_place(path, what)
+    if any(other != "-" and _same_file(path, other) for other in others):
+        raise InputError(f"the {what} would overwrite a file of this job", where=path)
+    if not os.path.isfile(path):
+        _check_folder(path, what)
+        return
+    try:
+        with open(path, "ab"):
+            pass
+    except OSError as error:
+        raise InputError(f"the {what} cannot be written: {error.strerror}", where=path) from None
+
+
+def write_file(path: str, text: str, what: str) -> None:
+    """Write a whole text file, in place of an old one.
+
+    Raises: InputError.
+    """
+    try:
+        with open(path, "w", encoding="utf-8", errors="backslashreplace") as stream:
+            stream.write(text)
+    except OSError as error:
+        raise InputError(f"the {what} cannot be written: {error.strerror}", where=path) from None
+
+
+def is_special(path: str) -> bool:
+    """Return whether something is there that is neither a file nor a folder: a device or a pipe, written to as it is."""
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+
+
+def _check_open_end(path: str, what: str) -> None:
+    if path == "-" and sys.stdout is None:
+        raise InputError(f"the {what} is to go to stdout, which is closed")
+    if path != "-" and not os.access(path, os.W_OK):
+        raise InputError(f"the {what} cannot be written", where=path)
+
+
+def _check_place(path: str, what: str) -> None:
+    if os.path.isdir(path):
+        raise InputError(f"the {what} is a folder", where=path)
+    if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+        raise InputError(f"the {what}'s folder does not exist", where=path)
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:  # the name is too long, say
+        raise InputError(f"the {what} cannot be made: {error.strerror}", where=path) from None
+
+
+def _check_folder(path: str, what: str) -> None:
+    """Only making a file tells whether one can be made: permissions are not the whole story (root, read-only disks)."""
+    try:
+        with tempfile.TemporaryFile(dir=os.path.dirname(os.path.abspath(path))):
+            pass
+    except OSError as error:
+        raise InputError(
+            f"the {what} cannot be made: {error.strerror}", where=path, hint="can you write to that folder?"
+        ) from None
+
+
+def _same_file(one: str, other: str) -> bool:
+    try:
+        return os.path.samefile(one, other)
+    except OSError:
+        return os.path.realpath(one) == os.path.realpath(other)
+
+
+def move_aside(path: str) -> str | None:
+    """Rename what is in the way to `<name>.old`, `.old2`, …; returns the new path, None if nothing was there."""
+    if not os.path.lexists(path):
+        return None
+    number = 1
+    while os.path.lexists(aside := f"{path}.old{number if number > 1 else ''}"):
+        number += 1
+    os.rename(path, aside)
+    return aside

@@ -1,0 +1,145 @@
+"""Where the answers go: what is there already, whether it may be continued, and what is put beside it.
+
+Knows output, manifest and recipe files. Does not know rows or engines.
+"""
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from specgen.errors import InputError
+from specgen.job.journal import Journal, cut_torn_line, drop_failed, read_journal, sort_output
+from specgen.job.manifest import Manifest, refusal
+from specgen.job.places import files_beside, is_special, move_aside, recipe_beside, write_file
+from specgen.job.record import Form
+from specgen.job.writer import FileSink, Sink, StreamSink
+from specgen.recipe import Recipe
+
+logger = logging.getLogger(__name__)
+
+
+class Target:
+    """The output of a run. old: the manifest of the answers that are there, None if there are none.
+
+    journal: those answers. is_file: whether it is a file, which can be continued.
+    """
+
+    def __init__(self, path: str, *, fresh: bool) -> None:
+        """Look at what is there.
+
+        Raises: InputError if it is not known what made it.
+        """
+        self.path = path
+        self.is_file = path != "-" and not is_special(path)
+        self.journal = Journal()
+        self.old: Manifest | None = None
+        self._fresh = fresh
+        self._sink: FileSink | None = None
+        self._fsync: tuple[float | None, int | None] = (None, None)
+        self._manifest: Manifest | None = None
+        if not self.is_file or fresh or not os.path.isfile(path) or not os.path.getsize(path):
+            return
+        self.old = Manifest.read(path)
+        if self.old is None:
+            raise InputError(
+                "the output is there already, and no manifest beside it says what made it",
+                where=path,
+                hint="--fresh moves it aside; --output names another",
+            )
+
+    def prepare(self, recipe: Recipe, new: Manifest, form: Form, *, retry_failed: bool) -> list[str]:
+        """Read what is there and make it fit to be continued; returns what the user should be told.
+
+        new: what the manifest would be if nothing were there. retry_failed: take the lines of failed rows out.
+
+        Raises: InputError if it was made with settings that give other answers, is damaged, or is being written to.
+        """
+        self._fsync = (recipe.output.fsync_seconds, recipe.output.fsync_rows)
+        self._manifest = new
+        if self.old is None:
+            return []
+        content, speed = self.old.differences(new)
+        if content:
+            raise refusal(self.path, content)
+        notes = [f"changed since the last run: {change}" for change in speed]
+        self._manifest = Manifest(self.old.content | {"recipe": new.content["recipe"]})
+        lock = FileSink(self.path)
+        try:
+            self.journal = read_journal(self.path, form)
+            if self.journal.torn_bytes:
+                logger.warning(
+                    "%s: the last line was torn: its %d bytes are cut off", self.path, self.journal.torn_bytes
+                )
+                cut_torn_line(self.path, self.journal)
+            if retry_failed and self.journal.failed:
+                drop_failed(self.path, form)
+                self.journal = read_journal(self.path, form)
+        finally:
+            lock.close()
+        self._sink = self._file_sink()
+        return notes
+
+    def _file_sink(self) -> FileSink:
+        return FileSink(self.path, fsync_seconds=self._fsync[0], fsync_rows=self._fsync[1])
+
+    def open(self) -> Sink:
+        """Return what takes the lines; answers that are there stay, or are moved aside (`fresh`) with what is beside them.
+
+        Raises: InputError.
+        """
+        if not self.is_file:
+            return StreamSink(self.path)
+        if self._sink is None:
+            for path in ([self.path] if self._fresh else []) + files_beside(self.path):
+                move_aside(path)
+            self._sink = self._file_sink()
+        sink, self._sink = self._sink, None
+        return sink
+
+    def begin(self, recipe: Recipe, resolved: Mapping[str, object], device: Mapping[str, object]) -> None:
+        """Put manifest and recipe beside the output, before its first line.
+
+        Raises: InputError if that fails, or what the engine resolved gives other answers than those that are there.
+        """
+        if self._manifest is None:
+            return
+        if self.old is not None:
+            content, _ = self.old.differences(Manifest(self._manifest.content | {"resolved": dict(resolved)}))
+            if content:
+                raise refusal(self.path, content)
+        self._manifest.content["resolved"] = dict(resolved)
+        self._manifest.begin_session(device)
+        self._manifest.write(self.path)
+        recipe_path = recipe_beside(self.path)
+        assert recipe_path is not None
+        write_file(recipe_path, recipe.to_yaml_with_origins(), "recipe beside the output")
+
+    def end(self, *, lines: int, failed: int, rows: int | None, rows_in_shard: int, **results: Any) -> None:
+        """Put down what is there now: so many lines more, so many of them failed.
+
+        rows: of the whole input, None unless all have their lines now.
+
+        Raises: InputError if that fails.
+        """
+        if self._manifest is None:
+            return
+        self._manifest.end_session(**results)
+        self._manifest.content |= {
+            "complete": rows is not None,
+            "lines": self.journal.lines + lines,
+            "failed": self.journal.failed + failed,
+            "rows": rows,
+            "rows_in_shard": rows_in_shard if rows is not None else None,
+        }
+        self._manifest.write(self.path)
+
+    def sort(self, form: Form) -> None:
+        """Put the lines into the order of the input."""
+        sort_output(self.path, form)
+
+    def close(self) -> None:
+        """Let others write; for an output that was not opened."""
+        if self._sink is not None:
+            self._sink.close()
+            self._sink = None

@@ -1,0 +1,176 @@
+"""Whether a draft head works, found out before the first row: its agreement with the target on a few texts.
+
+The texts are given, so nothing is generated: the target reads them once, and its likeliest token after every position
+is compared with the head's, which is shown the same tokens. The same is done under the other convention of each
+property that a head's tensors don't tell, by the overlap of the two distributions, sum(min(p, q)), which is finer and
+compared position by position; a head that overlaps more under another one was loaded wrongly, and a head whose tokens
+never agree is broken. Later drafts are measured on a chain whose keys and values all come from the same draft pass,
+which a run's do only in part, so that their figures are near those of a run and not equal to them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from specgen.models.context import AttentionContext
+from specgen.models.families import DraftModel, TargetModel
+
+# Ordinary prose, some 40 tokens each, which every tokenizer can tell.
+TEXTS = (
+    "The old man walked down to the river every morning. He sat on the same stone, looked at the water, and waited for "
+    "the sun to come up over the trees. Then he went home and made himself a cup of tea.",
+    "To make bread, you need flour, water, salt and yeast. Mix them in a large bowl, knead the dough for ten minutes, "
+    "and let it rest for an hour in a warm place. Then put it into the oven.",
+    "Once upon a time there was a little girl named Anna who had a small dog. One day the dog ran away into the forest. "
+    "Anna was very sad, and she went to look for him.",
+    "The city lies on the coast and is known for its harbour, its museums and its long history. In the summer many "
+    "people come to visit, and the streets are full of music.",
+    "Water boils at one hundred degrees. When it is heated further, it does not become hotter, but turns into steam. "
+    "This is because the energy is used to separate the molecules from one another.",
+)
+_BLOCK_SIZE = 16
+_BROKEN_BELOW = 0.04  # share of positions
+_LEAST_GAIN, _SIGMAS = 0.01, 3.0  # of overlap, for another convention to count as better
+
+
+class HeadHealth(NamedTuple):
+    """How near the head is to the target.
+
+    rates: shares of positions where the head's likeliest token is the target's, for each draft, given that the ones
+    before it are right. overlap: of the first draft's distribution with the target's, a mean over `num_positions`.
+    gains: what it gains under the other convention of each property, as (mean, standard error).
+    """
+
+    num_positions: int
+    rates: tuple[float, ...]
+    overlap: float
+    gains: dict[str, tuple[float, float]]
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong with the head, in words; None if nothing is."""
+        better = {
+            name: gain for name, (gain, error) in self.gains.items() if gain > max(_LEAST_GAIN, _SIGMAS * error)
+        }
+        if better:
+            name = max(better, key=lambda key: better[key])
+            return (
+                f"the draft head agrees better with the model {name}, by {self.overlap + better[name]:.2f} against "
+                f"{self.overlap:.2f}: it was trained under another convention than the one it is run under"
+            )
+        if self.rates[0] < _BROKEN_BELOW:
+            share = f"{self.rates[0]:.1%} of {self.num_positions} positions"
+            return f"the draft head agrees with the model at {share}: it is broken, or another model's"
+        return None
+
+
+@torch.inference_mode()
+def measure_head(target: TargetModel, draft: Any, prompts: Sequence[Sequence[int]], num_drafts: int) -> HeadHealth:
+    """The head's health on `prompts`, token ids of two and more each; target and head are as before afterwards."""
+    device = target.embed_tokens.weight.device
+    step = _Step(prompts, target.config.kv_width, target.embed_tokens.weight.dtype, device)
+    normed_for_head = target.head_reads_normed
+    try:
+        target.head_reads_normed = False
+        stream = target(step.ids, step.context, step.new_cache(target.config.num_hidden_layers))
+        logits = target.compute_logits(stream)
+    finally:
+        target.head_reads_normed = normed_for_head
+    wanted, probs = logits.argmax(-1), logits.softmax(-1)
+    by_norm = {False: stream, True: target.norm(stream)}
+
+    rates, hidden = [], by_norm[normed_for_head]
+    for number in range(num_drafts):
+        layer = number % draft.num_layers
+        hidden = step.run(draft, layer, hidden if number == 0 else hidden.roll(1, 0))
+        rows = step.compared(number)
+        drafts = draft.compute_logits(layer, hidden[rows]).argmax(-1)
+        rates.append(float((drafts == wanted[rows + 1]).float().mean()))
+
+    def overlap(is_normed: bool) -> torch.Tensor:
+        rows = step.compared(0)
+        logits = draft.compute_logits(0, step.run(draft, 0, by_norm[is_normed])[rows])
+        return torch.minimum(logits.softmax(-1), probs[rows + 1]).sum(-1)
+
+    declared = overlap(normed_for_head)
+    where = "before" if normed_for_head else "after"
+    others = {f"with the model's hidden states {where} the final norm": overlap(not normed_for_head)}
+    with _other_order(draft):
+        others["with the inputs of its projection in the other order"] = overlap(normed_for_head)
+    with _other_mask(draft) as masks:
+        others[f"with the embedding at position 0 {'kept' if masks else 'masked'}"] = overlap(normed_for_head)
+    gains = {}
+    for name, other in others.items():
+        gain = other - declared
+        gains[name] = (float(gain.mean()), float(gain.std()) / len(gain) ** 0.5)
+    return HeadHealth(len(declared), tuple(rates), float(declared.mean()), gains)
+
+
+class _Step:
+    """The prompts as the rows of one step."""
+
+    def __init__(
+        self, prompts: Sequence[Sequence[int]], kv_width: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        blocks = -(-lengths // _BLOCK_SIZE)
+        first = blocks.cumsum(0) - blocks
+        self.ids = torch.tensor([token for prompt in prompts for token in prompt], device=device)
+        self.positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
+        self.left = torch.cat([torch.arange(n).flip(0) for n in lengths]).to(device)
+        row = torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(device)
+        tables = first[:, None] + torch.arange(int(blocks.max()))
+        self.context = AttentionContext(
+            positions=self.positions,
+            slot_mapping=first.to(device)[row] * _BLOCK_SIZE + self.positions,
+            query_start_loc=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int().to(device),
+            seq_lens=lengths.int().to(device),
+            idx_mapping=torch.arange(len(lengths), dtype=torch.int32, device=device),
+            block_tables=tables.clamp(max=int(blocks.sum()) - 1).int().to(device),
+            max_query_len=int(lengths.max()),
+            max_seq_len=int(lengths.max()),
+        )
+        self._shape = (int(blocks.sum()), _BLOCK_SIZE, kv_width)
+        self._dtype, self._device = dtype, device
+
+    def new_cache(self, num_layers: int) -> torch.Tensor:
+        """A KV pool for the prompts alone."""
+        return torch.zeros(num_layers, *self._shape, dtype=self._dtype, device=self._device)
+
+    def run(self, draft: DraftModel, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """A draft layer's output over all positions, each shown the token after it."""
+        next_ids = torch.where(self.left > 0, self.ids.roll(-1), -1)
+        return draft(layer, next_ids, hidden, self.context, self.new_cache(1)[0])
+
+    def compared(self, number: int) -> torch.Tensor:
+        """Positions whose draft `number` has all its inputs, and a position after it to compare with."""
+        return ((self.left > 0) & (self.positions >= number)).nonzero().flatten()
+
+
+@contextlib.contextmanager
+def _other_order(draft: Any) -> Iterator[None]:
+    """The first layer's projection takes its two inputs in the other order."""
+    weight = (draft.layers[0].projection if hasattr(draft.layers[0], "projection") else draft.layers[0].eh_proj).weight
+    half = weight.shape[1] // 2
+    kept = weight.clone()
+    try:
+        weight.copy_(kept.roll(half, 1))
+        yield
+    finally:
+        weight.copy_(kept)
+
+
+@contextlib.contextmanager
+def _other_mask(draft: Any) -> Iterator[bool]:
+    """Position 0 is masked if it is not as a rule, and the other way round; tells which is the rule."""
+    layer = draft.layers[0]
+    masks: bool = layer.mask_first_embedding
+    try:
+        layer.mask_first_embedding = not masks
+        yield masks
+    finally:
+        layer.mask_first_embedding = masks

@@ -1,0 +1,177 @@
+"""Runs that are killed, stopped and starved, and then go on: the end is that of a run that nothing ever happened to."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NUM_ROWS = 120
+RUNNER = Path(__file__).parent.parent / "support" / "killable_run.py"
+RECIPE = """
+model: {path: stories-7m}
+sampling: {seed: 7, max_tokens: 12}
+input: {path: in.jsonl}
+output: {path: out.jsonl, order: %s}
+engine: {max_num_seqs: 8, max_model_len: 64}
+"""
+
+
+class Runs:
+    """Runs of one recipe in a folder of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.output = folder / "out.jsonl"
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(RUNNER)],
+            cwd=folder,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": str(RUNNER.parent)},
+        )
+
+    def run(self, *args: str, **how: Any) -> int:
+        """Run the recipe and return the exit status, negative for a signal."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        stdin.write(json.dumps({"args": ["run", "job.yaml", "-q", *args], **how}).encode() + b"\n")
+        stdin.flush()
+        return int(stdout.readline())
+
+    def write_rows(self, order: str = "input", count: int = NUM_ROWS) -> None:
+        """Write recipe and input: rows with ids, rows without, repeated ones, and broken ones."""
+        (self.folder / "job.yaml").write_text(RECIPE % order)
+        lines = []
+        for i in range(count):
+            row: dict[str, Any] = {"prompt": f"a story about {i % 40}"}
+            if i % 3:
+                row["id"] = f"é{i}"
+            lines.append('{"broken' if i % 17 == 5 else json.dumps(row, ensure_ascii=False))
+        (self.folder / "in.jsonl").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+
+    def lines(self) -> list[bytes]:
+        """Return the output's lines, every one of them whole and parsable."""
+        lines = self.output.read_bytes().split(b"\n")
+        assert lines.pop() == b""
+        for line in lines:
+            json.loads(line)
+        return lines
+
+    def told(self) -> str:
+        """Return what the last run wrote to stderr."""
+        return (self.folder / "stderr.txt").read_text()
+
+    def remove(self) -> None:
+        """Take the output away."""
+        for path in self.folder.glob("out.jsonl*"):
+            path.unlink()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def shared_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    runs = Runs(tmp_path_factory.mktemp("runs"))
+    yield runs
+    runs.close()
+
+
+@pytest.fixture
+def runs(shared_runs: Runs) -> Runs:
+    for path in shared_runs.folder.iterdir():
+        path.unlink()
+    shared_runs.write_rows()
+    return shared_runs
+
+
+def unbroken(runs: Runs, *args: str) -> list[bytes]:
+    assert runs.run(*args) == 3
+    lines = runs.lines()
+    runs.remove()
+    return lines
+
+
+def test_killed_at_25_places_and_resumed_the_output_is_that_of_an_unbroken_run(runs: Runs) -> None:
+    for order, seed in (("input", 1), ("completion", 2)):
+        runs.write_rows(order)
+        whole = unbroken(runs)
+        assert len(whole) == len(set(whole)) == NUM_ROWS
+        size = sum(len(line) + 1 for line in whole)
+        rng = random.Random(seed)
+        for offset in [1, size - 1, *(rng.randrange(2, size) for _ in range(11 if order == "input" else 10))]:
+            assert runs.run(kill_at=offset) == -signal.SIGKILL
+            assert runs.output.stat().st_size == offset
+            assert runs.run() == 3
+            lines = runs.lines()
+            assert lines == whole if order == "input" else sorted(lines) == sorted(whole)
+            runs.remove()
+
+
+def test_killed_over_and_over(runs: Runs) -> None:
+    whole = unbroken(runs)
+    size = sum(len(line) + 1 for line in whole)
+    for offset in range(size // 7, size, size // 7):
+        assert runs.run(kill_at=offset) == -signal.SIGKILL
+    assert runs.run() == 3
+    assert runs.lines() == whole
+    assert runs.run() == 3  # nothing is left to do, and it says so
+    assert runs.lines() == whole
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signalled_and_resumed(runs: Runs, number: int, code: int) -> None:
+    for on_interrupt in ("drop", "finish"):
+        sets = ["--set", f"output.on_interrupt={on_interrupt}"]
+        whole = unbroken(runs, *sets)
+        assert runs.run(*sets, signal_at=[40, number]) == code
+        some = runs.lines()
+        assert 0 < len(some) < NUM_ROWS
+        assert set(some) < set(whole)
+        assert runs.run(*sets) == 3
+        assert runs.lines() == whole
+        runs.remove()
+
+
+def test_a_full_disk_leaves_whole_lines_and_the_run_goes_on_when_there_is_room(runs: Runs) -> None:
+    whole = unbroken(runs)
+    size = sum(len(line) + 1 for line in whole)
+    for limit in (size // 3, size // 2 + 1):
+        assert runs.run(max_bytes=limit) == 2
+        assert "writing the output failed: File too large" in runs.told()
+        some = runs.lines()
+        assert 0 < len(some) < NUM_ROWS
+        assert some == whole[: len(some)]
+    assert runs.run() == 3
+    assert runs.lines() == whole
+
+
+def test_a_small_file_system_fills(runs: Runs, tmp_path: Path) -> None:
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=56k", "none", tmp_path], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a file system is not allowed here")
+    try:
+        whole = unbroken(runs)
+        output = tmp_path / "out.jsonl"
+        filler = tmp_path / "filler"
+        filler.write_bytes(bytes(16 << 10))
+        assert runs.run("--output", str(output)) == 2
+        assert "No space left on device" in runs.told()
+        some = output.read_bytes().split(b"\n")
+        assert some.pop() == b""
+        assert some == whole[: len(some)]
+        filler.unlink()
+        subprocess.run(["mount", "-o", "remount,size=1m", tmp_path], check=True)
+        assert runs.run("--output", str(output)) == 3
+        assert output.read_bytes().split(b"\n")[:-1] == whole
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)

@@ -1,0 +1,241 @@
+"""Files of every format give the same rows, lazily; what is missing or damaged is named."""
+
+import csv
+import datetime
+import gzip
+import io
+import json
+import os
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specgen.errors import InputError
+from specgen.job import inputs
+from specgen.job.inputs import GivenRows, Input
+from specgen.job.readers import BadRow, Row
+from specgen.recipe import InputSection
+
+ROWS = [{"id": f"r{i}", "prompt": f"täxt {i}", "n": i} for i in range(700)]
+JSONL = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+
+
+def source_of(*paths: object, **keys: Any) -> Input:
+    path = str(paths[0]) if len(paths) == 1 else tuple(map(str, paths))
+    return Input(InputSection(path=path, **keys))
+
+
+def read(*paths: object, **keys: Any) -> list[Row | BadRow]:
+    return list(source_of(*paths, **keys).rows(unique_ids=True))
+
+
+def data_of(rows: list[Row | BadRow]) -> list[Any]:
+    return [row.data for row in rows]
+
+
+def write_table(path: Path) -> Path:
+    pyarrow = pytest.importorskip("pyarrow")
+    table = pyarrow.Table.from_pylist(ROWS)
+    if path.suffix == ".parquet":
+        pytest.importorskip("pyarrow.parquet").write_table(table, path, row_group_size=100)
+    else:
+        make = pyarrow.ipc.new_stream if path.stem == "stream" else pyarrow.ipc.new_file
+        with make(path, table.schema) as writer:
+            writer.write_table(table)
+    return path
+
+
+@pytest.mark.parametrize("name", ["in.jsonl", "in.jsonl.gz", "in.jsonl.zst", "in.parquet", "in.arrow", "stream.arrow"])
+def test_all_formats_give_the_same_rows(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    if name.endswith(".gz"):
+        path.write_bytes(gzip.compress(JSONL[:5000]) + gzip.compress(JSONL[5000:]))
+    elif name.endswith(".zst"):
+        zstandard = pytest.importorskip("zstandard")
+        path.write_bytes(zstandard.compress(JSONL[:5000]) + zstandard.compress(JSONL[5000:]))
+    elif name.endswith(".jsonl"):
+        path.write_bytes(JSONL)
+    else:
+        write_table(path)
+    rows = read(path)
+    assert data_of(rows) == ROWS
+    assert [(row.index, row.line, row.id) for row in rows] == [(i, i + 1, f"r{i}") for i in range(700)]
+    scan = source_of(path).scan()
+    assert (scan.rows, scan.duplicates) == (700, [])
+
+
+def test_csv_has_texts_and_exact_lines(tmp_path: Path) -> None:
+    path = tmp_path / "in.csv"
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(["id", "prompt", "score"])
+    writer.writerow(["007", 'two\nlines, "quoted"', ""])
+    writer.writerow(["8", "täxt", "1.5"])
+    path.write_bytes(b"\xef\xbb\xbf" + text.getvalue().encode() + b'9,\xff,1\n\n10,"x\n11,y,2,3\n')
+    rows = read(path)
+    assert data_of(rows)[:2] == [
+        {"id": "007", "prompt": 'two\nlines, "quoted"', "score": None},
+        {"id": "8", "prompt": "täxt", "score": "1.5"},
+    ]
+    assert [row.line for row in rows] == [2, 4, 5, 7]
+    assert [row.error.code for row in rows if isinstance(row, BadRow)] == ["bad_utf8", "bad_csv"]
+    path.write_bytes(b"id,prompt\n1\n2,x,y\n3,z\n")
+    rows = read(path)
+    assert [getattr(row, "error", None) and str(row.error) for row in rows] == [  # type: ignore[union-attr]
+        "the row has 1 cells, the header 2",
+        "the row has 3 cells, the header 2",
+        None,
+    ]
+    path.write_bytes(b"id,id\n1,2\n")
+    with pytest.raises(InputError, match="names 'id' twice"):
+        read(path)
+
+
+def test_a_datasets_folder_and_its_splits(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list(ROWS[:9])
+    rows.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": rows.select(range(5)), "test": rows.select(range(5, 9))}).save_to_disk(
+        tmp_path / "several"
+    )
+    assert data_of(read(tmp_path / "one")) == ROWS[:9]
+    assert data_of(read(tmp_path / "several", split="test")) == ROWS[5:9]
+    with pytest.raises(InputError, match=r"cannot be had.*valid"):
+        read(tmp_path / "several", split="valid")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match="cannot be had"):
+        read(tmp_path / "empty")
+
+
+def test_a_dataset_can_be_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_bytes(JSONL)
+    source = source_of(tmp_path / "data", streaming=True, limit=5)
+    assert not source.can_be_read_twice
+    assert data_of(list(source.rows(unique_ids=True))) == ROWS[:5]
+
+
+def test_a_hub_id_is_no_missing_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class Datasets:
+        @staticmethod
+        def load_dataset(*args: object, **options: object) -> list[dict[str, Any]]:
+            asked.append((args, options))
+            return ROWS[:3]
+
+    monkeypatch.setattr(inputs, "_library", lambda name, extra, where: Datasets)
+    assert data_of(read("owner/name", subset="en", split="test")) == ROWS[:3]
+    assert asked[-1] == (("owner/name", "en"), {"split": "test", "streaming": False})
+
+
+def test_a_table_holds_what_json_holds(tmp_path: Path) -> None:
+    rows = [
+        {"when": datetime.datetime(2026, 1, 2), "x": float("nan"), "raw": b"\x00\xff", "at": {"a": None, "b": [1.5]}}
+    ]
+    assert data_of(list(GivenRows(rows, InputSection()).rows(unique_ids=True))) == [
+        {"when": "2026-01-02T00:00:00", "x": None, "raw": "AP8=", "at": {"b": [1.5]}}
+    ]
+
+
+def test_several_files_are_one_input(tmp_path: Path) -> None:
+    for name, part in (("b.jsonl", ROWS[2:4]), ("a.jsonl", ROWS[:2])):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in part) + "\nbroken\n")
+    rows = read(tmp_path / "*.jsonl")
+    assert data_of(rows) == [*ROWS[:2], None, *ROWS[2:4], None]
+    assert [row.index for row in rows] == list(range(6))
+    assert [(Path(str(row.file)).name, row.line) for row in rows][2::3] == [("a.jsonl", 4), ("b.jsonl", 4)]
+    assert data_of(read(tmp_path / "b.jsonl", tmp_path / "a.jsonl", limit=4)) == [*ROWS[2:4], None, ROWS[0]]
+    assert len(read(tmp_path / "b.jsonl", tmp_path / "*.jsonl")) == 6
+    (tmp_path / "c.jsonl").write_text(json.dumps(ROWS[2]))
+    (duplicate,) = source_of(tmp_path / "*.jsonl").scan().duplicates
+    assert "of line 1 of" in duplicate and "c.jsonl was given before, in line 1 of" in duplicate
+
+
+def test_a_name_with_a_star_in_it_is_a_name(tmp_path: Path) -> None:
+    (tmp_path / "a*.jsonl").write_bytes(JSONL)
+    assert len(read(tmp_path / "a*.jsonl")) == 700
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "part"),
+    [
+        ("in.jsonl.gz", gzip.compress(JSONL)[:2000], "compressed input is damaged"),
+        ("in.jsonl.gz", b"plain", "reading the input failed: Not a gzipped file"),
+        ("in.jsonl.zst", b"plain", "compressed input is damaged"),
+        ("in.parquet", b"PAR1plain", "not a whole parquet file"),
+        ("in.arrow", b"plain", "not a whole arrow file"),
+        ("in.jsonl", gzip.compress(JSONL), "this is a gzip file"),
+    ],
+)
+def test_a_file_that_is_not_what_it_says(tmp_path: Path, name: str, content: bytes, part: str) -> None:
+    if name.endswith(("parquet", "arrow")):
+        pytest.importorskip("pyarrow")
+    if name.endswith("zst"):
+        pytest.importorskip("zstandard")
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=part) as caught:
+        read(path)
+    assert str(path) in str(caught.value)
+
+
+def test_missing_files_folders_and_libraries(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no such input file"):
+        source_of(tmp_path / "missing")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(InputError, match="a folder among files"):
+        source_of(tmp_path / "fold*")
+    with pytest.raises(InputError, match=r"needs the package nowhere \(pip install 'specgen\[parquet\]'\)"):
+        inputs._library("nowhere.parquet", "parquet", "in")
+    if os.geteuid():
+        (tmp_path / "secret").touch(mode=0)
+        with pytest.raises(InputError, match="Permission denied"):
+            source_of(tmp_path / "secret")
+
+
+def test_a_batch_file_is_known_by_its_first_line(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    request = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}
+    path.write_text("\n" + json.dumps(request) + "\n")
+    source = source_of(path)
+    assert source.is_batch
+    assert [row.id for row in source.rows(unique_ids=True)] == ["a"]
+    assert not source_of(path, format="jsonl").is_batch
+    path.write_bytes(JSONL)
+    assert not source_of(path).is_batch
+    assert source_of(path, format="openai-batch").is_batch
+
+
+def test_rows_that_are_given(tmp_path: Path) -> None:
+    rows = list(GivenRows(["text", {"id": 3}, 5, {"id": 3}], InputSection(prompt="q")).rows(unique_ids=True))  # type: ignore[list-item]
+    assert data_of(rows) == [{"q": "text"}, {"id": 3}, None, {"id": 3}]
+    assert [row.error.code for row in rows if isinstance(row, BadRow)] == ["not_an_object", "duplicate_id"]
+
+
+@pytest.mark.parametrize("name", ["in.jsonl", "in.jsonl.gz", "in.csv", "in.parquet"])
+def test_reading_takes_no_memory_for_rows(tmp_path: Path, name: str) -> None:
+    path, pad = tmp_path / name, "x" * 2000
+    if name == "in.parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        table = pyarrow.Table.from_pylist([{"prompt": f"{i}{pad}"} for i in range(5000)])
+        pytest.importorskip("pyarrow.parquet").write_table(table, path, row_group_size=500)
+    elif name == "in.csv":
+        path.write_text("prompt\n" + "".join(f"{i}{pad}\n" for i in range(5000)))
+    else:
+        lines = "".join(json.dumps({"prompt": f"{i}{pad}"}) + "\n" for i in range(5000)).encode()
+        path.write_bytes(gzip.compress(lines, 1) if name.endswith("gz") else lines)
+    rows = iter(source_of(path).rows(unique_ids=False))
+    next(rows)  # imports are not rows
+    tracemalloc.start()
+    try:
+        count = sum(1 for _ in rows)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert count == 4999
+    assert peak < 4e6

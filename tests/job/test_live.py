@@ -1,0 +1,90 @@
+"""What is seen while a job runs: a live view, lines or JSON, all from the same figures."""
+
+import io
+import json
+from typing import Any
+
+import pytest
+
+from specgen.cli import live
+from specgen.cli.live import ProgressView
+from specgen.cli.render import Console
+from specgen.job.job import Progress
+from specgen.stats import SpecStats
+
+
+def progress(rows: int, seconds: float, tokens: int, finished: int) -> Progress:
+    spec = SpecStats()
+    for _ in range(10):
+        spec.observe(3, 1, 2)
+    return Progress(rows, rows, 2, tokens, finished, 4, 3, seconds, spec, 0.25)
+
+
+@pytest.fixture
+def session(workplace: Any) -> Any:
+    workplace.write([{"prompt": f"row {i}"} for i in range(10)])
+    session = workplace.session("sampling.max_tokens=30")
+    yield session
+    session.close()
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "_LINE_SECONDS", 0.0)
+    monkeypatch.setattr(live, "_VIEW_SECONDS", 0.0)
+
+
+def test_json_lines(session: Any, at_once: None, capsys: pytest.CaptureFixture[str]) -> None:
+    with ProgressView(Console(quiet=True), "json", session) as view:
+        view.update(progress(0, 1.0, 50, 0))
+        view.update(progress(4, 2.0, 150, 80))
+    first, second = map(json.loads, capsys.readouterr().err.splitlines())
+    assert first["event"] == second["event"] == "progress"
+    assert first["eta_seconds"] is None
+    assert (second["rows"], second["rows_total"], second["failed"]) == (4, 10, 2)
+    assert (second["tokens_per_second"], second["tokens_per_second_mean"]) == (100.0, 75.0)
+    # six rows of at most 30 tokens, 70 of which are there
+    assert second["eta_seconds"] == (6 * 30 - 70) / 100
+    assert second["acceptance_per_pos"] == [1.0, 0.0, 0.0]
+    assert (second["kv_usage"], second["running"], second["waiting"]) == (0.25, 4, 3)
+
+
+def test_lines_and_silence(session: Any, at_once: None, capsys: pytest.CaptureFixture[str]) -> None:
+    for mode in ("auto", "lines"):
+        with ProgressView(Console(), mode, session) as view:
+            view.update(progress(4, 2.0, 150, 80))
+        told = capsys.readouterr().err
+        assert told == "rows done: 4 of 10, 75 tokens/s, 2.00 tokens/step, 4 running, 3 waiting, 0:01 left, 2 failed\n"
+    for console, mode in ((Console(quiet=True), "auto"), (Console(), "none")):
+        with ProgressView(console, mode, session) as view:
+            view.update(progress(4, 2.0, 150, 80))
+        assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_has_a_live_view(session: Any, at_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    console = Console()
+    screen = io.StringIO()
+    console.rich.file = screen
+    console.rich._force_terminal = console.rich.is_interactive = True
+    with ProgressView(console, "auto", session) as view:
+        view.update(progress(4, 2.0, 150, 80))
+    told = screen.getvalue()
+    for part in (
+        "4 of 10",
+        "2 failed",
+        "75 now",
+        "75 mean, 150 in all",
+        "4 running, 3 waiting",
+        "KV 25%",
+        "2.00 tokens a step",
+        "draft 3",
+        "100.0%  10 of 10",
+        "0:01 left",
+    ):
+        assert part in told
+    shared = io.StringIO()
+    console.rich.file = shared
+    with ProgressView(console, "auto", session, shares_terminal=True) as view:
+        view.update(progress(4, 2.0, 150, 80))
+    assert "draft" not in shared.getvalue()

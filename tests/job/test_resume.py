@@ -1,0 +1,293 @@
+"""Going on: which rows are done, which settings may change, what is mended and what is refused; shards and merging."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specgen.errors import InputError
+from specgen.job.manifest import Manifest
+from specgen.job.merge import merge, parts_of, shard_path
+from specgen.job.writer import FileSink
+
+
+def rows_of(count: int) -> list[dict[str, Any] | str | bytes]:
+    return [{"id": f"r{i}", "prompt": f"story number {i}"} for i in range(count)]
+
+
+def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def test_done_is_what_has_a_complete_record_wherever_the_rows_stand_now(workplace: Any, fake_engine: Any) -> None:
+    rows = rows_of(20)
+    workplace.write(rows[:10])
+    workplace.run(fake_engine())
+    old = workplace.records()
+    write_lines(workplace.output, [record for record in old if record["id"] != "r4"])
+    workplace.write([{"id": "new", "prompt": "a new row"}, *rows])
+    engine = fake_engine()
+    stats = workplace.run(engine, fresh=False)
+    assert (stats.rows, len(engine.requests)) == (12, 12)
+    records = {record["id"]: record for record in workplace.records()}
+    assert len(records) == len(workplace.records()) == 21
+    assert all(records[record["id"]] == record for record in old if record["id"] != "r4")
+    assert records["r4"]["text"] == old[4]["text"]
+    assert records["r4"]["seed"] == old[4]["seed"]
+
+
+def test_repeated_prompts_without_ids_are_rows_of_their_own(workplace: Any, fake_engine: Any) -> None:
+    workplace.write([{"prompt": "the same"}] * 6)
+    workplace.run(fake_engine())
+    whole = workplace.records()
+    assert len({record["seed"] for record in whole}) == len({record["key"] for record in whole}) == 6
+    write_lines(workplace.output, [whole[1], whole[4]])
+    engine = fake_engine()
+    workplace.run(engine, fresh=False)
+    assert len(engine.requests) == 4
+    assert workplace.records() == whole
+
+
+def test_failed_rows_wait_for_retry_failed(workplace: Any, fake_engine: Any) -> None:
+    def script(request: Any) -> tuple[list[int], str]:
+        return [5], "error" if request.request_id % 3 == 0 else "length"
+
+    workplace.write(rows_of(9))
+    workplace.run(fake_engine(script))
+    engine = fake_engine()
+    session = workplace.session(fresh=False)
+    assert not session.has_work
+    session.close()
+    stats = workplace.run(engine, fresh=False, retry_failed=True)
+    assert (stats.rows, len(engine.requests)) == (3, 3)
+    records = workplace.records()
+    assert [record["index"] for record in records] == list(range(9))  # in order again
+    assert [record["error"] for record in records] == [None] * 9
+
+
+def test_a_run_broken_off_in_retrying_loses_no_row(workplace: Any, fake_engine: Any) -> None:
+    workplace.write([*rows_of(5), "broken"])
+    workplace.run(fake_engine())
+    session = workplace.session(fresh=False, retry_failed=True)  # the failed line is gone now
+    session.close()
+    assert len(workplace.records()) == 5
+    workplace.run(fake_engine(), fresh=False)
+    assert [record["index"] for record in workplace.records()] == list(range(6))
+
+
+def test_a_torn_last_line_is_cut_and_its_row_is_run_again(
+    workplace: Any, fake_engine: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    workplace.write(rows_of(5))
+    workplace.run(fake_engine())
+    whole = workplace.output.read_bytes()
+    for cut in (1, 30):
+        workplace.output.write_bytes(whole[:-cut])
+        engine = fake_engine()
+        workplace.run(engine, fresh=False)
+        assert len(engine.requests) == 1
+        assert "torn" in caplog.text
+        assert workplace.output.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    "line", [b"", b"\0\0\0\0", b'{"id": "r1", "ind', b'{"unknown": 1}', b"[]", b'{"key": 1, "sample": 0, "index": 2}']
+)
+def test_damage_in_the_middle_is_an_error_with_its_line(workplace: Any, fake_engine: Any, line: bytes) -> None:
+    workplace.write(rows_of(5))
+    workplace.run(fake_engine())
+    lines = workplace.output.read_bytes().split(b"\n")
+    lines[2] = line
+    workplace.output.write_bytes(b"\n".join(lines))
+    with pytest.raises(InputError, match=r"out\.jsonl:3: the line is no complete record"):
+        workplace.session(fresh=False)
+    assert workplace.output.read_bytes() == b"\n".join(lines)
+
+
+def test_an_answer_that_is_there_twice_is_an_error(workplace: Any, fake_engine: Any) -> None:
+    workplace.write(rows_of(3))
+    workplace.run(fake_engine())
+    lines = workplace.output.read_bytes().splitlines(keepends=True)
+    workplace.output.write_bytes(b"".join([*lines, lines[1]]))
+    with pytest.raises(InputError, match=r"out\.jsonl:4: line 4 answers the row that line 2 answers"):
+        workplace.session(fresh=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ("sampling.temperature=0.5", "sampling.temperature was 1.0 and is 0.5"),
+        ("sampling.seed=8", "sampling.seed was 7 and is 8"),
+        ("sampling.max_tokens=3", "sampling.max_tokens was null and is 3"),
+        ("output.token_ids=true", "output.token_ids was false and is true"),
+        ("input.prompt=text", 'input.prompt was "prompt" and is "text"'),
+        ("input.truncate=left", 'input.truncate was null and is "left"'),
+    ],
+)
+def test_a_change_of_content_is_refused_by_name(workplace: Any, fake_engine: Any, change: str, part: str) -> None:
+    workplace.write(rows_of(3))
+    workplace.run(fake_engine())
+    before = workplace.output.read_bytes()
+    with pytest.raises(InputError) as caught:
+        workplace.session(change, fresh=False)
+    assert part in str(caught.value)
+    assert "--fresh" in str(caught.value)
+    assert workplace.output.read_bytes() == before
+
+
+def test_a_change_of_weights_or_precision_is_refused(workplace: Any, fake_engine: Any) -> None:
+    workplace.write(rows_of(3))
+    workplace.run(fake_engine())
+    workplace.write(rows_of(4))
+    path = Path(f"{workplace.output}.manifest.json")
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps(manifest | {"fingerprints": manifest["fingerprints"] | {"weights": "other"}}))
+    with pytest.raises(InputError, match='weights was "other"'):
+        workplace.session(fresh=False)
+    path.write_text(json.dumps(manifest))
+    engine = fake_engine()
+    engine.description["dtype"] = "bfloat16"
+    with pytest.raises(InputError, match='dtype was "float32" and is "bfloat16"'):
+        workplace.run(engine, fresh=False)
+    assert len(workplace.records()) == 3
+    workplace.run(fake_engine(), fresh=False)
+    assert len(workplace.records()) == 4
+
+
+def test_a_change_of_speed_goes_on_and_is_told(workplace: Any, fake_engine: Any) -> None:
+    workplace.write(rows_of(3))
+    workplace.run(fake_engine())
+    workplace.write(rows_of(5))
+    sets = ["speculation.num_tokens=1", "engine.max_num_seqs=2", "output.order=completion"]
+    session = workplace.session(*sets, fresh=False)
+    assert session.notes[0].endswith("speculation.num_tokens was 3 and is 1")
+    assert len(session.notes) == 3
+    session.run(fake_engine())
+    assert len(workplace.records()) == 5
+
+
+def test_a_drawn_seed_is_kept(workplace: Any, fake_engine: Any) -> None:
+    workplace.write(rows_of(3))
+    workplace.run(fake_engine(), "sampling.seed=null")
+    workplace.write(rows_of(6))
+    workplace.run(fake_engine(), "sampling.seed=null", fresh=False)
+    resumed = workplace.records()
+    seed = Manifest.read(str(workplace.output))
+    assert seed is not None
+    workplace.run(fake_engine(), f"sampling.seed={seed.value('sampling.seed')}")
+    assert workplace.records() == resumed
+
+
+def test_the_manifest_says_what_made_the_output(workplace: Any, fake_engine: Any) -> None:
+    workplace.write([*rows_of(4), "broken"])
+    workplace.run(fake_engine())
+    manifest = Manifest.read(str(workplace.output))
+    assert manifest is not None
+    content = manifest.content
+    assert (content["complete"], content["lines"], content["failed"], content["rows"]) == (True, 5, 1, 5)
+    assert content["recipe"]["sampling.seed"] == {"value": 7, "origin": "--set"}
+    assert content["recipe"]["sampling.top_k"] == {"value": 0, "origin": "default"}
+    assert content["resolved"] == {"dtype": "float32", "max_model_len": 64, "eos_token_ids": [1]}
+    assert set(content["fingerprints"]) >= {"weights", "tokenizer", "chat_template", "generation_config"}
+    (session,) = content["sessions"]
+    assert session["statistics"]["samples"] == 5
+    assert session["versions"]["specgen"]
+    assert session["ended"] >= session["started"]
+
+
+def test_fresh_moves_everything_aside(workplace: Any, fake_engine: Any) -> None:
+    workplace.write(rows_of(3))
+    for number in ("", "2"):
+        workplace.run(fake_engine())
+        old = workplace.output.read_bytes()
+        workplace.run(fake_engine(), "input.limit=1")
+        for name in ("", ".manifest.json", ".recipe.yaml"):
+            assert Path(f"{workplace.output}{name}.old{number}").is_file()
+        assert Path(f"{workplace.output}.old{number}").read_bytes() == old
+        for path in (workplace.output, *workplace.folder.glob("out.jsonl.*")):
+            if not path.name.endswith(("old", "old2")):
+                path.unlink()
+
+
+def test_a_foreign_file_is_not_touched(workplace: Any) -> None:
+    workplace.write(rows_of(3))
+    workplace.output.write_text("precious")
+    with pytest.raises(InputError, match="already, and no manifest"):
+        workplace.session(fresh=False)
+    assert workplace.output.read_text() == "precious"
+
+
+def test_two_runs_do_not_write_to_one_output(workplace: Any, fake_engine: Any) -> None:
+    workplace.write(rows_of(3))
+    workplace.run(fake_engine())
+    workplace.write(rows_of(5))
+    sink = FileSink(str(workplace.output))
+    with pytest.raises(InputError, match="another run is writing"):
+        workplace.session(fresh=False)
+    sink.close()
+    workplace.run(fake_engine(), fresh=False)
+
+
+# shards
+
+
+def run_shards(workplace: Any, fake_engine: Any, count: int, *sets: str) -> list[str]:
+    parts = [shard_path(str(workplace.output), (i, count)) for i in range(1, count + 1)]
+    for i, part in enumerate(parts, start=1):
+        workplace.run(fake_engine(seed=i), f"output.path={part}", *sets, shard=(i, count))
+    return parts
+
+
+@pytest.mark.parametrize("order", ["input", "completion"])
+def test_merged_shards_are_the_whole_run(workplace: Any, fake_engine: Any, order: str) -> None:
+    rows = rows_of(40)
+    for i in range(0, 40, 4):
+        rows[i] = {"prompt": f"no id {i % 8}"}
+    rows[7] = "broken"
+    workplace.write(rows)
+    workplace.run(fake_engine())
+    whole = workplace.output.read_bytes()
+    output = str(workplace.folder / "merged.jsonl")
+    parts = run_shards(workplace, fake_engine, 3, f"output.order={order}")
+    assert parts_of(str(workplace.output)) == parts
+    sizes = [len(workplace.records(Path(part))) for part in parts]
+    assert sum(sizes) == 40
+    assert min(sizes) > 4
+    manifest = merge(output, parts)
+    assert Path(output).read_bytes() == whole
+    assert (manifest.content["lines"], manifest.content["failed"], manifest.content["shard"]) == (40, 1, None)
+    with pytest.raises(InputError, match="there already"):
+        merge(output, parts)
+
+
+def test_a_gap_a_double_or_a_stranger_among_the_parts_is_named(workplace: Any, fake_engine: Any) -> None:
+    workplace.write(rows_of(30))
+    parts = run_shards(workplace, fake_engine, 3)
+    output = str(workplace.folder / "merged.jsonl")
+    with pytest.raises(InputError, match="these are missing: 2"):
+        merge(output, [parts[0], parts[2]])
+    with pytest.raises(InputError, match="this is shard 1, as"):
+        merge(output, [parts[0], parts[1], parts[0]])
+    before = Path(parts[1]).read_bytes()
+    lines = before.splitlines(keepends=True)
+    Path(parts[1]).write_bytes(b"".join(lines[:-1]))
+    with pytest.raises(InputError, match="29 lines and their manifests say 30"):
+        merge(output, parts)
+    Path(parts[1]).write_bytes(b"".join([*lines[:-1], Path(parts[0]).read_bytes().splitlines(keepends=True)[0]]))
+    with pytest.raises(InputError, match=r"answers the row that .*1-of-3.jsonl:1 answers"):
+        merge(output, parts)
+    Path(parts[1]).write_bytes(before)
+    run = Path(f"{parts[2]}.manifest.json")
+    old = run.read_text()
+    run.write_text(old.replace('"complete": true', '"complete": false'))
+    with pytest.raises(InputError, match="not complete"):
+        merge(output, parts)
+    content = json.loads(old)
+    content["recipe"]["sampling.temperature"]["value"] = 0.25
+    run.write_text(json.dumps(content))
+    with pytest.raises(InputError, match="not of the same run"):
+        merge(output, parts)
+    assert not Path(output).exists()
+    run.write_text(old)
+    merge(output, parts)

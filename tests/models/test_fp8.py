@@ -1,0 +1,126 @@
+"""FP8 checkpoints: every weight is the stored value times its scale, whichever modules are quantised."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from harness import Row, reference, run_rows
+from tiny import CONFIG, random_weights
+from tiny_dense import config_of, write_folder
+from tiny_dense import random_weights as dense_weights
+from whole_sequence import whole_sequence_logits
+
+from specgen.errors import ModelError
+from specgen.models.config import parse_config, read_config
+from specgen.models.loading import load_model
+from specgen.sampling_params import SamplingParams
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}},
+}
+# More than one block in both directions, none of them whole.
+SIZES = {"hidden_size": 144, "intermediate_size": 160, "num_attention_heads": 6, "num_key_value_heads": 2}
+
+
+def quantise(
+    weights: dict[str, torch.Tensor], layout: str, skip: str = "embed|head|gate.weight|eh_proj"
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The weights as an FP8 checkpoint stores them, and what they mean, in float32."""
+    stored, meant = {}, {}
+    for name, weight in weights.items():
+        if weight.dim() != 2 or any(word in name for word in skip.split("|")):
+            stored[name] = meant[name] = weight
+            continue
+        rows, columns = weight.shape
+        if layout == "block":
+            shape = (-(-rows // 128), -(-columns // 128))
+            index = (torch.arange(rows)[:, None] // 128 * shape[1] + torch.arange(columns) // 128).flatten()
+            size = torch.zeros(shape[0] * shape[1]).scatter_reduce(0, index, weight.abs().flatten(), "amax")
+            scale, full = (size / 448).view(shape), (size / 448)[index].view(rows, columns)
+        else:
+            scale = weight.abs().amax(1, keepdim=True) / 448 if layout == "channel" else weight.abs().amax() / 448
+            full = scale.expand(rows, columns)
+        stored[name] = (weight / full).to(torch.float8_e4m3fn)
+        stored[name + ("_scale_inv" if layout == "block" else "_scale")] = scale
+        meant[name] = stored[name].float() * full
+    return stored, meant
+
+
+def same_logits(folder: Path, plain: Path) -> bool:
+    ids = list(range(60))
+    logits = [
+        whole_sequence_logits(load_model(f, read_config(f), 0, 64, torch.float32, torch.device("cpu")).target, ids)
+        for f in (folder, plain)
+    ]
+    return torch.equal(*logits)
+
+
+@pytest.mark.parametrize("layout", ["block", "channel", "tensor"])
+def test_weights_are_values_times_scales(tmp_path: Path, layout: str) -> None:
+    config = config_of("llama", **SIZES)
+    stored, meant = quantise(dense_weights(config), layout)
+    declared = FP8 if layout == "block" else COMPRESSED
+    folder = write_folder(tmp_path / "fp8", config | {"quantization_config": declared}, stored)
+    assert same_logits(folder, write_folder(tmp_path / "plain", config, meant))
+
+
+@pytest.mark.parametrize(
+    "skip", ["embed|head|gate.weight", "embed|head|gate.weight|layers.2.", "layers.0.|layers.1.|embed|head"]
+)
+def test_target_and_draft_layer_quantised_together_or_alone(tmp_path: Path, skip: str) -> None:
+    """U05: decided tensor by tensor, with a split latent product and shared experts among them."""
+    config = CONFIG | {"hidden_size": 144, "n_shared_experts": 2}
+    stored, meant = quantise(random_weights(config), "block", skip)
+    folder = write_folder(tmp_path / "fp8", config | {"quantization_config": FP8}, stored)
+    plain = write_folder(tmp_path / "plain", config, meant)
+    assert same_logits(folder, plain)
+    rows = [Row([5, 6, 7, n], SamplingParams(temperature=0.0, max_tokens=12), seed=n) for n in range(4)]
+    got, want = run_rows(folder, rows, k=3), run_rows(plain, rows, k=3)
+    assert [(r.token_ids, r.stats) for r in got] == [(r.token_ids, r.stats) for r in want]
+    assert [r.token_ids for r in got] == [r.token_ids for r in reference(folder, rows)]
+
+
+def test_bfloat16_weights_are_rounded_once(tmp_path: Path) -> None:
+    config = config_of("llama", **SIZES)
+    stored, meant = quantise(dense_weights(config), "block")
+    folder = write_folder(tmp_path, config | {"quantization_config": FP8}, stored)
+    model = load_model(folder, read_config(folder), 0, 64, torch.bfloat16, torch.device("cpu")).target
+    name = "model.layers.1.mlp.down_proj.weight"
+    assert torch.equal(model.layers[1].mlp.down_proj.weight, meant[name].bfloat16())
+
+
+def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+    config = config_of("llama", **SIZES)
+    stored, _ = quantise(dense_weights(config), "block")
+    name = "model.layers.0.self_attn.o_proj.weight"
+
+    def load(weights: dict[str, torch.Tensor]) -> None:
+        folder = write_folder(tmp_path, config | {"quantization_config": FP8}, weights)
+        load_model(folder, read_config(folder), 0, 64, torch.float32, torch.device("cpu"))
+
+    with pytest.raises(ModelError, match=r"o_proj\.weight' is FP8, and neither"):
+        load({k: v for k, v in stored.items() if k != name + "_scale_inv"})
+    with pytest.raises(ModelError, match=r"o_proj\.weight_scale_inv' has shape \[3, 3\]"):
+        load(stored | {name + "_scale_inv": torch.ones(3, 3)})
+    with pytest.raises(ModelError, match=r"unexpected tensor .*norm\.weight_scale_inv"):
+        load(stored | {"model.norm.weight_scale_inv": torch.ones(1)})
+
+
+@pytest.mark.parametrize(
+    ("declared", "named"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"fp8, e4m3, blocks of \[64, 64\]"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "e5m2"),
+        ({"quant_method": "awq", "bits": 4}, "awq"),
+        (COMPRESSED | {"format": "pack-quantized", "config_groups": {}}, "compressed-tensors, 'pack-quantized'"),
+        (7, "7"),
+    ],
+)
+def test_other_quantisation_is_refused_by_name(declared: object, named: str) -> None:
+    with pytest.raises(ModelError, match=named):
+        parse_config(CONFIG | {"quantization_config": declared}, "config.json")

@@ -1,0 +1,71 @@
+"""Runs the command line over a scripted engine in child processes that die in set ways; a server on stdin and stdout.
+
+A line in is a JSON object: args, and one of kill_at (bytes of the output at which SIGKILL comes, in the middle of a
+write), signal_at ([step, number]), max_bytes (of any file, as on a full disk); a line out is the child's exit status,
+negative for a signal. Nothing of torch is imported, so that a child costs some milliseconds.
+"""
+
+import json
+import os
+import resource
+import signal
+import sys
+import types
+from typing import Any
+
+from scripted_engine import FakeEngine
+
+import specgen.cli.run
+import specgen.job.session  # noqa: F401
+from specgen.cli.main import main
+from specgen.job import writer
+
+
+def _put_in_engine(**options: Any) -> list[FakeEngine]:
+    made: list[FakeEngine] = []
+
+    def create(*args: object, **_: object) -> FakeEngine:
+        made.append(FakeEngine(max_running=8, seed=os.getpid()))
+        if options.get("signal_at"):
+            at, number = options["signal_at"]
+            made[-1].on_step = lambda step: os.kill(os.getpid(), number) if step == at else None
+        return made[-1]
+
+    module = types.ModuleType("specgen.engine.client")
+    module.EngineClient = types.SimpleNamespace(create=create)  # type: ignore[attr-defined]
+    sys.modules["specgen.engine.client"] = module
+    return made
+
+
+def _die_at(offset: int) -> None:
+    """Let the output grow to `offset` bytes and not one more."""
+    write = os.write
+
+    def dying_write(descriptor: int, data: bytes) -> int:
+        size = os.fstat(descriptor).st_size
+        if size + len(data) < offset:
+            return write(descriptor, data)
+        write(descriptor, data[: offset - size])
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 0
+
+    writer.os = types.SimpleNamespace(**{**vars(os), "write": dying_write})  # type: ignore[attr-defined]
+
+
+def _child(args: list[str], kill_at: int | None = None, max_bytes: int | None = None, **options: Any) -> None:
+    os.dup2(os.open("stderr.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    os.dup2(2, 1)
+    _put_in_engine(**options)
+    if kill_at is not None:
+        _die_at(kill_at)
+    if max_bytes is not None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, max_bytes))
+    os._exit(main(args))
+
+
+for line in sys.stdin:
+    pid = os.fork()
+    if pid == 0:
+        _child(**json.loads(line))
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)

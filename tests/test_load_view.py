@@ -1,0 +1,30 @@
+"""What a person is told while a large model is loaded."""
+
+import pytest
+
+from specgen.cli import load_view
+from specgen.cli.load_view import LoadView
+from specgen.cli.render import Console
+
+
+def test_a_slow_load_is_told_every_two_seconds_and_at_its_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(load_view.time, "perf_counter", lambda: now[0])
+    view = LoadView(Console())
+    for done in range(1, 11):
+        now[0] += 0.5
+        view(done * 10**9, 10 * 10**9)
+    assert capsys.readouterr().err.splitlines() == [
+        "weights: 4.0 of 10.0 GB, 2.0 GB/s",
+        "weights: 8.0 of 10.0 GB, 2.0 GB/s",
+        "weights: 10.0 of 10.0 GB, 2.0 GB/s",
+    ]
+
+
+def test_a_quick_load_is_not_worth_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    view = LoadView(Console())
+    view(5, 10)
+    view(10, 10)
+    assert capsys.readouterr().err == ""

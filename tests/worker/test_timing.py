@@ -1,0 +1,97 @@
+"""The step timer's sums, by a clock that a test moves."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from specgen.worker import timing
+from specgen.worker.timing import StepTimer
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Returns a function that lets so many seconds pass."""
+    now = [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+
+    def wait(seconds: float) -> None:
+        now[0] += seconds
+
+    return wait
+
+
+def run_step(timer: StepTimer, clock: Callable[[float], None], decode_rows: int, scale: float = 1.0) -> None:
+    timer.begin_step(decode_rows)
+    for part, seconds in (("target", 4.0), ("sampling", 2.0), ("draft", 1.0)):
+        timer.begin(part)
+        clock(scale * seconds)
+    timer.end()
+
+
+def test_decode_steps_are_summed_by_their_rows_and_follow_one_another(clock: Callable[[float], None]) -> None:
+    timer = StepTimer(torch.device("cpu"))
+    run_step(timer, clock, 0, scale=10)
+    clock(5.0)
+    run_step(timer, clock, 8)  # to the next: 7 + 3
+    clock(3.0)
+    run_step(timer, clock, 8)  # to the next: 7 + 1
+    clock(1.0)
+    run_step(timer, clock, 2)  # a mixed step comes next: no period
+    clock(9.0)
+    run_step(timer, clock, 0)
+    run_step(timer, clock, 8)
+    assert timer.seconds == pytest.approx({"graph": 0, "target": 60, "sampling": 30, "draft": 15})
+    eight, two = timer.decode_times[8], timer.decode_times[2]
+    assert (eight.steps, eight.seconds, eight.periods, eight.period_seconds) == (3, 21.0, 2, 18.0)
+    assert (two.steps, two.seconds, two.periods, two.period_seconds) == (1, 7.0, 0, 0.0)
+    assert (eight.timed_steps, eight.part_seconds) == (3, {"target": 12.0, "sampling": 6.0, "draft": 3.0})
+
+
+def test_what_came_since_is_told_from_a_copy(clock: Callable[[float], None]) -> None:
+    timer = StepTimer(torch.device("cpu"))
+    run_step(timer, clock, 3)
+    before = timer.decode_times[3]
+    run_step(timer, clock, 3)
+    assert before.steps == 1
+    gained = timer.decode_times[3].since(before)
+    assert (gained.steps, gained.periods, gained.period_seconds) == (1, 1, 7.0)
+    assert gained.part_seconds["target"] == 4.0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="events inside CUDA graphs need CUDA")
+def test_parts_within_a_graph_are_told_in_detail() -> None:
+    device = torch.device("cuda")
+    timer = StepTimer(device)
+    small, large = (torch.zeros(size, device=device) for size in (1 << 20, 1 << 28))
+
+    def step() -> None:
+        timer.mark_captured("target")
+        large.add_(1)
+        timer.mark_captured("sampling")
+        small.add_(1)
+        timer.mark_captured("draft")
+        timer.mark_captured("")
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for detailed in (False, True):
+        timer.detailed = detailed
+        for _ in range(3):
+            timer.begin_step(4)
+            timer.begin("graph")
+            graph.replay()
+            timer.end()
+    torch.cuda.synchronize()
+    timer.begin_step(0)
+    timer.begin("target")
+    timer.end()
+    times = timer.decode_times[4]
+    assert times.timed_steps == 3
+    parts = {part: seconds / 3 for part, seconds in times.part_seconds.items()}
+    assert parts["target"] > 5 * parts["sampling"] > 0
+    assert parts["draft"] < parts["target"] / 5
+    assert sum(parts.values()) == pytest.approx(times.seconds / times.steps, rel=0.3)
