@@ -17,6 +17,7 @@ from specgen.cli import codes
 from specgen.cli.render import Console, to_stdout
 from specgen.cli.signals import Interrupts
 from specgen.errors import RecipeError
+from specgen.generation_config import with_generation_config
 from specgen.job.places import check_replaceable, write_file
 from specgen.model_path import resolve_model
 from specgen.recipe import Recipe, load_recipe
@@ -78,6 +79,7 @@ def _measure(
 
     interrupts.release()
     folder = resolve_model(str(recipe.model.path))
+    recipe = with_generation_config(recipe, folder)
     tokenizer = Tokenizer(folder)
     eos = eos_token_ids(folder, tokenizer)
     rows = read_bench_rows(recipe, num_rows)

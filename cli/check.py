@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from specgen.cli import codes
 from specgen.cli.render import Console, to_stdout
 from specgen.errors import InputError, RecipeError, RowError
+from specgen.generation_config import declared_sampling, with_generation_config
 from specgen.job.inputs import Input
 from specgen.job.plan import RowPlanner
 from specgen.job.prompts import PromptBuilder, chat_template_of
@@ -33,6 +34,8 @@ def check_recipe(recipe_path: Path, input_path: str | None, *, sets: Sequence[st
     Raises: SpecgenError for what would stop a run before its first row, ids that are there twice included.
     """
     recipe = load_recipe(recipe_path, sets, {} if input_path is None else {"input.path": input_path})
+    if recipe.model.path is not None and recipe.model.generation_config == "use":
+        recipe = with_generation_config(recipe, resolve_model(recipe.model.path))
     to_stdout(recipe.to_yaml_with_origins())
     if recipe.model.path is None:
         raise RecipeError("model.path is missing")
@@ -47,11 +50,21 @@ def check_recipe(recipe_path: Path, input_path: str | None, *, sets: Sequence[st
         f"# draft layers: {config.num_nextn_predict_layers}, vocabulary: {config.vocab_size}, at most {limit} tokens\n"
         f"# BOS: {tokenizer.prefix_ids or 'none'} before a raw text, a chat template's own before a chat;"
         f" EOS: {list(eos_token_ids(folder, tokenizer))}\n"
+        f"# generation_config.json: {_declared(recipe, folder)}\n"
     )
     if not recipe.input.paths or (recipe.input.path == "-" and input_path is None):
         to_stdout("# input: rows were not looked at (stdin, or none given)\n")
         return codes.OK
     return _check_rows(recipe, folder, tokenizer, config, limit)
+
+
+def _declared(recipe: Recipe, folder: Path) -> str:
+    """What the model's folder says about sampling, and whether it is taken."""
+    found = declared_sampling(folder)
+    if not found:
+        return "says nothing about sampling"
+    values = ", ".join(f"{name} {value}" for name, value in found.items())
+    return values + ("" if recipe.model.generation_config == "use" else " (model.generation_config: use takes them)")
 
 
 def _check_rows(recipe: Recipe, folder: Path, tokenizer: Tokenizer, config: "ModelConfig", limit: int) -> int:

@@ -134,7 +134,7 @@ def _line(figures: dict[str, object]) -> str:
 
 def _panel(figures: dict[str, object], progress: "Progress") -> Group:
     total = figures["rows_total"]
-    done = figures["rows"]
+    done = int(str(figures["rows"]))
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     bar = ProgressBar(total=total, completed=done, width=_BAR_WIDTH) if isinstance(total, int) else Text("")
     of_total = f"{done:,} of {total:,}" if isinstance(total, int) else f"{done:,}"

@@ -390,6 +390,29 @@ def verify(
     raise typer.Exit(code)
 
 
+@app.command()
+def inspect(
+    model: Annotated[str, typer.Argument(help="A known model's name, a folder or a hub id.", show_default=False)],
+    head: Annotated[
+        str | None, typer.Option(help="A draft head in place of the model's own: a name, a folder or a hub id.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16: what the weights are counted in.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    self_test: Annotated[
+        bool, typer.Option("--self-test/--no-self-test", help="Load the weights and test the draft head.")
+    ] = True,
+    strict: Annotated[bool, typer.Option("--strict", help="A draft head that does not fit is an error (2).")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show what is in a model's folder, whether it fits on this machine, and whether its draft head works."""
+    from specgen.cli.inspect import inspect_folder
+
+    with _exit_codes():
+        code = inspect_folder(model, head, dtype, device, self_test=self_test, strict=strict, as_json=as_json)
+    if code:
+        raise typer.Exit(code)
+
+
 @app.command(epilog=_ACCEPTANCE_WAYS)
 def acceptance(
     recipe: RecipeFile,

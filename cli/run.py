@@ -14,6 +14,7 @@ from specgen.cli.load_view import LoadView
 from specgen.cli.render import Console, show_summary, to_stdout
 from specgen.cli.signals import Interrupts
 from specgen.errors import EngineStuckError, InputError, RecipeError
+from specgen.generation_config import with_generation_config
 from specgen.job.inputs import Input
 from specgen.job.merge import shard_path
 from specgen.job.places import check_output, check_replaceable, files_beside, write_file
@@ -53,6 +54,7 @@ def run_recipe(
     if shard is not None and target_path != "-":
         target_path = shard_path(target_path, shard)
     folder = resolve_model(_required(recipe.model.path, "model.path"))
+    recipe = with_generation_config(recipe, folder)
     console = Console(quiet=flags.quiet)
     with Interrupts() as interrupts:
         try:
@@ -134,7 +136,7 @@ def _run_session(
                 return session.run(engine, stop=interrupts.stop, on_progress=view.update, on_begin=begin)
         except BrokenPipeError:
             console.warn("nobody reads the output any more")
-            return RunStats(interrupted=True)
+            return session.stats
         except EngineStuckError as error:
             _end_now(error)
 

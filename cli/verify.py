@@ -21,6 +21,7 @@ from specgen.cli.render import Console, to_stdout
 from specgen.cli.signals import Interrupts
 from specgen.engine.request import EOS_NAME
 from specgen.errors import RecipeError
+from specgen.generation_config import with_generation_config
 from specgen.job.places import check_replaceable, write_file
 from specgen.model_path import resolve_model
 from specgen.recipe import Recipe, load_recipe
@@ -81,6 +82,7 @@ def _compare(recipe: Recipe, interrupts: Interrupts, against: str, num_rows: int
 
     interrupts.release()
     folder = resolve_model(str(recipe.model.path))
+    recipe = with_generation_config(recipe, folder)
     tokenizer = Tokenizer(folder)
     eos = eos_token_ids(folder, tokenizer)
     rows = prepare_rows(recipe, folder, read_bench_rows(recipe, num_rows), tokenizer)

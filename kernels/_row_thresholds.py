@@ -465,6 +465,7 @@ def row_thresholds(
         MAX_COLLECTED=_MAX_COLLECTED,
         BLOCK=BLOCK,
         SUB=SUB,
+        num_warps=8,
     )
     _search_kernel[(num_rows,)](
         threshold,

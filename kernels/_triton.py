@@ -80,4 +80,17 @@ def pdl() -> dict[str, bool]:
     return {"PDL": True, "launch_pdl": True} if on else {"PDL": False}
 
 
-__all__ = ["HAS_TRITON", "pdl", "tl", "triton", "wait_for_inputs"]
+def can_use_tma(tensor: Any) -> bool:
+    """Whether blocks of the tensor's last two dimensions can be copied by the tensor memory accelerator."""
+    fits = tensor.is_contiguous() and tensor.shape[-1] * tensor.itemsize % 16 == 0 and tensor.data_ptr() % 16 == 0
+    return fits and (not tensor.is_cuda or "launch_pdl" in pdl())  # the interpreter has no hardware to ask
+
+
+def descriptor(tensor: Any, block: list[int]) -> Any:
+    """Return what a kernel loads blocks of a contiguous 2-D tensor by."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(tensor, block)
+
+
+__all__ = ["HAS_TRITON", "can_use_tma", "descriptor", "pdl", "tl", "triton", "wait_for_inputs"]

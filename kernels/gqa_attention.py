@@ -14,7 +14,7 @@ import torch
 
 from specgen.kernels._checks import check, check_same_device
 from specgen.kernels._mla_plan import KEYS, Slab, plan_slabs
-from specgen.kernels._triton import tl, triton
+from specgen.kernels._triton import pdl, tl, triton, wait_for_inputs
 from specgen.kernels.linear import item_product, rows_keep_bits
 
 _CPU_QUERIES = 4  # query tokens a tile
@@ -48,8 +48,8 @@ def gqa_attention(
     -> slot, -1 padded); query_start_loc: [B + 1] int32; seq_lens: [B] int32. Query token i of request b sits at
     position seq_lens[b] - query_len + i and sees the keys key_start..position. scale > 0 multiplies the scores;
     max_query_len and max_seq_len bound the step from the host.
-    Returns [T, Hq, D] in q's dtype; zeros for rows without a visible key, padded requests and tokens past the last
-    request.
+    Returns [T, Hq, D] in q's dtype; zeros for rows without a visible key and for padded requests. Rows past the last
+    request may hold anything.
     Raises: ValueError on a wrong dtype or shape.
     Source: Ainslie et al., arXiv 2305.13245.
     """
@@ -198,7 +198,7 @@ def gqa_attention_triton(
     """Return what `gqa_attention` returns, by one program a query tile and group of heads, or one for each split."""
     num_tokens, num_heads, head_dim = q.shape
     num_requests, group = idx_mapping.shape[0], num_heads // num_kv_heads
-    out = torch.zeros_like(q)
+    out = torch.empty_like(q)
     if num_tokens == 0 or num_requests == 0:
         return out
     heads = min(group, _TILE_ROWS)
@@ -224,6 +224,7 @@ def gqa_attention_triton(
         "SEARCH": num_requests.bit_length(),
         "NO_MAX": _NO_MAX,
         "enable_fp_fusion": False,  # the loop and the join must round alike
+        **pdl(),
     }
     _gqa_kernel[(num_tiles, num_kv_heads * parts, splits if by_split else 1)](
         q,
@@ -244,7 +245,7 @@ def gqa_attention_triton(
         BY_SPLIT=by_split,
         KEY_START=key_start,
         num_warps=4,
-        num_stages=2,
+        num_stages=3,
         **shared,
     )
     if by_split:
@@ -269,7 +270,7 @@ def gqa_attention_triton(
 def _find_tile(
     tile, idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES: tl.constexpr, SEARCH: tl.constexpr
 ):
-    """Return a tile's (slot, first row of q, number of queries (0: no such tile), first position)."""
+    """Return a tile's (slot, -1 if padded, first row of q, number of queries (0: no such tile), first position)."""
     low = 0
     high = num_requests
     for _ in tl.static_range(SEARCH):
@@ -284,7 +285,7 @@ def _find_tile(
     query_len = tl.load(query_start_loc_ptr + request + 1) - row
     offset = (tile - (row // QUERIES + request)) * QUERIES
     slot = tl.load(idx_mapping_ptr + request)
-    count = tl.where(slot >= 0, tl.minimum(tl.maximum(query_len - offset, 0), QUERIES), 0)
+    count = tl.minimum(tl.maximum(query_len - offset, 0), QUERIES)
     position = tl.load(seq_lens_ptr + request) - query_len + offset
     return slot.to(tl.int64), (row + offset).to(tl.int64), count, position
 
@@ -379,14 +380,16 @@ def _gqa_kernel(
     SEARCH: tl.constexpr,
     KEY_START: tl.constexpr,
     NO_MAX: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One tile's rows against all keys, or BY_SPLIT against one split's: then its partial (acc, max, sum) is kept."""
+    wait_for_inputs(PDL)
     slot, q_row, count, position = _find_tile(
         tl.program_id(0), idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES, SEARCH
     )
-    num_keys = position + count
+    num_keys = tl.where(slot >= 0, position + count, 0)
     first_split = tl.program_id(2)
-    if (count > 0) & (first_split * SPLIT_KEYS < num_keys):
+    if (count > 0) & ((first_split * SPLIT_KEYS < num_keys) | (not BY_SPLIT)):
         row = tl.arange(0, ROWS)
         kv_head = tl.program_id(1) // PARTS
         in_group = (tl.program_id(1) % PARTS) * HEADS + row % HEADS
@@ -397,7 +400,7 @@ def _gqa_kernel(
         mask = real[:, None] & (column < HEAD_DIM)[None, :]
         q = tl.load(q_ptr + result_row[:, None] * HEAD_DIM + column[None, :], mask=mask, other=0.0)
         positions = position + query
-        table_ptr = block_tables_ptr + slot * block_tables_stride
+        table_ptr = block_tables_ptr + tl.maximum(slot, 0) * block_tables_stride
         keys_ptr = cache_ptr + kv_head * HEAD_DIM
         token_stride = 2 * KV_HEADS * HEAD_DIM
         values_offset = KV_HEADS * HEAD_DIM
@@ -472,22 +475,25 @@ def _gqa_join_kernel(
     SPLIT_KEYS: tl.constexpr,
     SEARCH: tl.constexpr,
     NO_MAX: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Join one row's partial results, first split first."""
+    wait_for_inputs(PDL)
     row = tl.program_id(2)
     in_group = (tl.program_id(1) % PARTS) * HEADS + row % HEADS
     query = row // HEADS
-    _, q_row, count, position = _find_tile(
+    slot, q_row, count, position = _find_tile(
         tl.program_id(0), idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES, SEARCH
     )
-    if (query < count) & (in_group < GROUP) & (position + query >= 0):
+    if (query < count) & (in_group < GROUP):
         column = tl.arange(0, DIM)
         first_place = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * splits
         total_max = tl.full([1], NO_MAX, dtype=tl.float32)
         total = tl.zeros([1], dtype=tl.float32)
         result = tl.zeros([1, DIM], dtype=tl.float32)
         # The tile's last row may see one split more; it gives this row nothing.
-        for split in range(0, (position + count - 1) // SPLIT_KEYS + 1):
+        num_keys = tl.where(slot >= 0, position + count, 0)
+        for split in range(0, (num_keys + SPLIT_KEYS - 1) // SPLIT_KEYS):
             partial = partial_ptr + ((first_place + split) * ROWS + row) * (DIM + 2)
             part = tl.load(partial + column)[None, :]
             part_max = tl.load(partial + DIM + tl.zeros([1], dtype=tl.int32))

@@ -340,6 +340,7 @@ def gumbel_sample_triton(
         sharpness,
         vocab,
         BLOCK=_BLOCK,
+        num_warps=8,
     )
     blocks = triton.next_power_of_2(num_blocks)
     _row_best_kernel[(num_rows,)](out, best, best_id, row_slots, num_blocks, BLOCKS=blocks, num_warps=1)

@@ -91,6 +91,21 @@ def linear_float32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return linear_triton(x, weight) if x.is_cuda else linear_torch(x.float(), weight.float())
 
 
+def linear_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return x @ weight.T as float32, for many columns; a row's bits don't depend on the other rows or their number.
+
+    On CUDA the products' own float32 sums, which a pass over them to widen them would only read again; on the CPU
+    rounded to the inputs' dtype first. x: [N, K]; weight: [V, K], same dtype. Returns [N, V] float32.
+    Raises: ValueError on a wrong dtype or shape.
+    """
+    check("x", x, x.dtype, None, None)
+    check("weight", weight, x.dtype, None, x.shape[1])
+    check_same_device(x=x, weight=weight)
+    if x.is_cuda and x.dtype != torch.float32:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return linear(x, weight).float()
+
+
 def batched_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Return x[:, h] @ weight[h].T for every head h; a row's bits don't depend on the other rows or their number.
 

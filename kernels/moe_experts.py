@@ -3,8 +3,12 @@
 It knows which expert each token chose, not why. A row's bits don't depend on the tile it lands in: products keep row
 bits (`linear`). The Triton path sorts tokens by expert into tiles of a fixed number of rows without a look from the
 host: its grids come from bounds, and tiles past the real ones return at once. Experts that every token takes (shared
-ones) are the last: with more tokens they get taller tiles of their own. With many tokens, when arithmetic counts and
+ones) are the last: with few tokens an expert they get taller tiles of their own. With many tokens, when arithmetic counts and
 not the reading of weights, torch's grouped product is the faster one; its bits are the same.
+
+Weights may be held in FP8 with a scale a row (`float8_linear`), as those of draft layers. They go through the tiles
+whatever the number of tokens: torch's grouped product would want a copy of all of them in bfloat16, twice their own
+memory, for the one or two layers of a model that draft.
 """
 
 from typing import NamedTuple
@@ -14,14 +18,29 @@ import torch
 import torch.nn.functional as F
 
 from specgen.kernels._checks import check, check_same_device
-from specgen.kernels._triton import pdl, tl, triton, wait_for_inputs
+from specgen.kernels._triton import can_use_tma, descriptor, pdl, tl, triton, wait_for_inputs
+from specgen.kernels.float8_linear import FLOAT8, Float8Weight, dequantize_rows, narrow
 from specgen.kernels.linear import ROW_MULTIPLE, linear_torch
 from specgen.kernels.silu_mul import silu_mul_torch, silu_mul_triton
 
-# Tiles of the grouped products by height: columns, inner, warps, stages. A row's bits are the same in each.
-_TILES = {16: (32, 128, 4, 4), 32: (64, 128, 4, 3), 64: (64, 64, 8, 3), 128: (64, 64, 8, 3)}
-_MANY_TOKENS = 2048  # from so many on, on CUDA in half precision: torch's grouped product
+# Tiles of the grouped products by height: columns, inner, weights by TMA, warps, stages. A row's bits are the same in
+# each.
+_TILES = {
+    16: (32, 128, False, 4, 4),
+    32: (64, 128, True, 4, 3),
+    64: (64, 64, True, 4, 4),
+    128: (128, 64, True, 8, 4),
+}
+_SHARING = 64  # from this height on it suits the shared experts as well, which then need no launch of their own
+_MANY_TOKENS = 1536  # from so many on, on CUDA in half precision: torch's grouped product
 _SCAN = 1024  # pairs a step when sorting by expert
+
+
+class ExpertScales(NamedTuple):
+    """Scales of FP8 weights, one a row: `w13 [E, 2 I] float32`, `w2 [E, H] float32`."""
+
+    w13: torch.Tensor
+    w2: torch.Tensor
 
 
 class ExpertRows(NamedTuple):
@@ -32,21 +51,30 @@ class ExpertRows(NamedTuple):
 
 
 def moe_experts(
-    x: torch.Tensor, ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, num_shared: int = 0
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    num_shared: int = 0,
+    scales: ExpertScales | None = None,
 ) -> ExpertRows:
     """Return w2[e] @ silu_mul(w13[e] @ x) of every token and each of its experts e.
 
     x: [T, H], contiguous; ids: [T, k] int32 in [0, E), the last num_shared of them the same for every token and the
     highest; w13: [E, 2 I, H], gate rows first; w2: [E, H, I]; weights and x of one dtype. Every product rounds to x's
-    dtype.
+    dtype. With `scales` weights are FP8, and what stands between the products isn't rounded, or to float16.
     Returns rows [n, H] in x's dtype and places [T, k] int32. Raises: ValueError on a wrong dtype or shape.
     """
     num_tokens, hidden = x.shape
     num_experts, inner = w2.shape[0], w2.shape[2]
     check("x", x, x.dtype, None, None)
     check("ids", ids, torch.int32, num_tokens, None)
-    check("w13", w13, x.dtype, num_experts, 2 * inner, hidden)
-    check("w2", w2, x.dtype, None, hidden, None)
+    held = x.dtype if scales is None else FLOAT8
+    check("w13", w13, held, num_experts, 2 * inner, hidden)
+    check("w2", w2, held, None, hidden, None)
+    if scales is not None:
+        check("scales.w13", scales.w13, torch.float32, num_experts, 2 * inner)
+        check("scales.w2", scales.w2, torch.float32, num_experts, hidden)
     check_same_device(x=x, ids=ids, w13=w13, w2=w2)
     for name, tensor in (("x", x), ("ids", ids), ("w13", w13), ("w2", w2)):
         if not tensor.is_contiguous():
@@ -54,14 +82,19 @@ def moe_experts(
     if not 0 <= num_shared <= min(ids.shape[1], num_experts):
         raise ValueError(f"num_shared: expected 0..{min(ids.shape[1], num_experts)}, got {num_shared}")
     if not x.is_cuda:
-        return moe_experts_torch(x, ids, w13, w2, num_shared)
-    if num_tokens >= _MANY_TOKENS and x.dtype == torch.bfloat16:
+        return moe_experts_torch(x, ids, w13, w2, num_shared, scales)
+    if num_tokens >= _MANY_TOKENS and x.dtype == torch.bfloat16 and scales is None:
         return moe_experts_grouped(x, ids, w13, w2)
-    return moe_experts_triton(x, ids, w13, w2, num_shared)
+    return moe_experts_triton(x, ids, w13, w2, num_shared, scales)
 
 
 def moe_experts_torch(
-    x: torch.Tensor, ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, num_shared: int = 0
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    num_shared: int = 0,
+    scales: ExpertScales | None = None,
 ) -> ExpertRows:
     """Return what `moe_experts` returns, in plain torch: one pair of products an active expert."""
     num_tokens, top_k = ids.shape
@@ -81,9 +114,15 @@ def moe_experts_torch(
 
     rows = x.index_select(0, torch.from_numpy(row_token))
     segments = [(e, int(starts[e]), int(starts[e] + padded[e])) for e in np.flatnonzero(counts).tolist()]
-    gate_up = torch.cat([linear_torch(rows[a:b], w13[e]) for e, a, b in segments])
+
+    def weight_of(weights: torch.Tensor, scale: torch.Tensor | None, expert: int) -> torch.Tensor:
+        held = weights[expert]
+        return held if scale is None else dequantize_rows(Float8Weight(held, scale[expert]), x.dtype)
+
+    scale13, scale2 = scales or (None, None)
+    gate_up = torch.cat([linear_torch(rows[a:b], weight_of(w13, scale13, e)) for e, a, b in segments])
     inner = silu_mul_torch(gate_up)
-    down = torch.cat([linear_torch(inner[a:b], w2[e]) for e, a, b in segments])
+    down = torch.cat([linear_torch(inner[a:b], weight_of(w2, scale2, e)) for e, a, b in segments])
     return ExpertRows(down, torch.from_numpy(place.astype(np.int32)).view(num_tokens, top_k))
 
 
@@ -103,20 +142,32 @@ def moe_experts_grouped(x: torch.Tensor, ids: torch.Tensor, w13: torch.Tensor, w
 
 
 def moe_experts_triton(
-    x: torch.Tensor, ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, num_shared: int = 0
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    num_shared: int = 0,
+    scales: ExpertScales | None = None,
 ) -> ExpertRows:
     """Return what `moe_experts` returns, by three kernels: place, gate-up with activation, down."""
     (num_tokens, hidden), top_k, (num_experts, _, inner) = x.shape, ids.shape[1], w2.shape
     out = torch.empty(num_tokens * top_k, hidden, dtype=x.dtype, device=x.device)
+    x = narrow(x) if scales is not None else x
     activated = torch.empty(num_tokens * top_k, inner, dtype=x.dtype, device=x.device)
-    own_tiles = num_shared > 0 and num_tokens > min(_TILES)
+    height = _tile_height(num_tokens * (top_k - num_shared), num_experts - num_shared)
+    own_tiles = num_shared > 0 and num_tokens > min(_TILES) and height < _SHARING
     num_routed = num_experts - num_shared if own_tiles else num_experts
     groups = [(0, num_routed, num_tokens * (top_k - num_shared if own_tiles else top_k))]
     if own_tiles:
         groups.append((num_routed, num_experts, num_tokens * num_shared))
     for first, last, num_pairs in groups if num_tokens else []:
-        _run_experts(x, ids, w13, w2, activated, out, first, last, num_pairs)
+        _run_experts(x, ids, w13, w2, activated, out, first, last, num_pairs, scales)
     return ExpertRows(out, None)
+
+
+def _tile_height(num_pairs: int, num_experts: int) -> int:
+    """A height near the mean of an expert's pairs, so that weights are read few times."""
+    return next((height for height in _TILES if height * num_experts >= num_pairs), max(_TILES))
 
 
 def _run_experts(
@@ -129,11 +180,11 @@ def _run_experts(
     first: int,
     last: int,
     num_own: int,
+    scales: ExpertScales | None,
 ) -> None:
     """Fill the rows of `activated` and `out` whose expert is in [first, last): `num_own` (token, choice) pairs."""
     num_pairs, top_k, (_, hidden, inner) = ids.numel(), ids.shape[1], w2.shape
-    # A height near the mean of an expert's pairs, so that weights are read few times.
-    rows = next((height for height in _TILES if height * (last - first) >= num_own), max(_TILES))
+    rows = _tile_height(num_own, last - first)
     # Every expert in use adds at most one tile that isn't full.
     max_tiles = min(num_own, num_own // rows + min(last - first, num_own))
     tile_expert = torch.empty(max_tiles, dtype=torch.int32, device=x.device)
@@ -143,14 +194,19 @@ def _run_experts(
         ids, tile_expert, tile_pairs, ids, num_pairs, first, last, max_tiles, ROWS=rows, SCAN=_SCAN, EXPERTS=experts,
         SORTED=False, **pdl(),
     )  # fmt: skip
-    columns, step, warps, stages = _TILES[rows]
-    options = {"ROWS": rows, "COLUMNS": columns, "INNER": step, "num_warps": warps, "num_stages": stages, **pdl()}
-    _grouped_kernel[(triton.cdiv(inner, columns), max_tiles)](
-        x, w13, activated, tile_expert, tile_pairs, num_pairs, inner, hidden, top_k, GATED=True, **options
-    )
-    _grouped_kernel[(triton.cdiv(hidden, columns), max_tiles)](
-        activated, w2, out, tile_expert, tile_pairs, num_pairs, hidden, inner, 1, GATED=False, **options
-    )
+    columns, step, by_tma, warps, stages = _TILES[rows]
+    grid = {"ROWS": rows, "COLUMNS": columns, "INNER": step, "num_warps": warps, "num_stages": stages, **pdl()}
+    scale13, scale2 = scales or (None, None)
+    for source, weights, scale, target, num_columns, width, pairs_a_row in (
+        (x, w13, scale13, activated, inner, hidden, top_k),
+        (activated, w2, scale2, out, hidden, inner, 1),
+    ):
+        tma = by_tma and scales is None and can_use_tma(weights)
+        _grouped_kernel[(triton.cdiv(num_columns, columns), max_tiles)](
+            source, descriptor(weights.flatten(0, 1), [columns, step]) if tma else weights, scale, target, tile_expert,
+            tile_pairs, num_pairs, num_columns, width, pairs_a_row, GATED=weights is w13, BY_TMA=tma,
+            SCALED=scale is not None, **grid,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_pairs", "max_tiles"])
@@ -211,7 +267,8 @@ def _place_kernel(
 @triton.jit(do_not_specialize=["num_pairs"])
 def _grouped_kernel(
     x_ptr,
-    weight_ptr,
+    weights,
+    scale_ptr,
     out_ptr,
     tile_expert_ptr,
     tile_pairs_ptr,
@@ -220,12 +277,18 @@ def _grouped_kernel(
     width,
     pairs_a_row,
     GATED: tl.constexpr,
+    BY_TMA: tl.constexpr,
+    SCALED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[pair] = weight[expert] @ x[pair // pairs_a_row]; gated: silu of the first half's rows times the second's."""
+    """out[pair] = weight[expert] @ x[pair // pairs_a_row]; gated: silu of the first half's rows times the second's.
+
+    weights: a pointer, or with BY_TMA the descriptor of all experts' rows in blocks [COLUMNS, INNER]. SCALED: they
+    are FP8, and scale_ptr has a factor for each row.
+    """
     wait_for_inputs(PDL)
     tile = tl.program_id(1)
     expert = tl.load(tile_expert_ptr + tile).to(tl.int64)
@@ -236,24 +299,39 @@ def _grouped_kernel(
         in_columns = column < num_columns
         k = tl.arange(0, INNER)
         x_rows = x_ptr + (pair // pairs_a_row)[:, None] * width
-        weight_rows = weight_ptr + expert * (num_columns * width * (2 if GATED else 1))
-        gate_rows = weight_rows + column[None, :] * width
-        up_rows = gate_rows + num_columns.to(tl.int64) * width
+        first_row = expert * num_columns * (2 if GATED else 1)
+        if BY_TMA:
+            block_row = (first_row + tl.program_id(0) * COLUMNS).to(tl.int32)
+        else:
+            gate_rows = weights + (first_row + column)[None, :] * width
+            up_rows = gate_rows + num_columns.to(tl.int64) * width
         acc = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
         acc_up = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
         for start in range(0, width, INNER):
             in_width = start + k < width
             x = tl.load(x_rows + (start + k)[None, :], mask=real[:, None] & in_width[None, :], other=0.0)
             mask = in_width[:, None] & in_columns[None, :]
-            weight = tl.load(gate_rows + (start + k)[:, None], mask=mask, other=0.0)
-            acc = tl.dot(x, weight, acc, input_precision="ieee")
+            if BY_TMA:
+                weight = tl.trans(weights.load([block_row, start]))
+            else:
+                weight = tl.load(gate_rows + (start + k)[:, None], mask=mask, other=0.0)
+            acc = tl.dot(x, weight.to(x.dtype), acc, input_precision="ieee")
             if GATED:
-                weight_up = tl.load(up_rows + (start + k)[:, None], mask=mask, other=0.0)
-                acc_up = tl.dot(x, weight_up, acc_up, input_precision="ieee")
+                if BY_TMA:
+                    weight_up = tl.trans(weights.load([block_row + num_columns, start]))
+                else:
+                    weight_up = tl.load(up_rows + (start + k)[:, None], mask=mask, other=0.0)
+                acc_up = tl.dot(x, weight_up.to(x.dtype), acc_up, input_precision="ieee")
+        if SCALED:
+            acc *= tl.load(scale_ptr + first_row + column, mask=in_columns, other=0.0)[None, :]
+            if GATED:
+                acc_up *= tl.load(scale_ptr + first_row + num_columns + column, mask=in_columns, other=0.0)[None, :]
         if GATED:
-            # Rounded as two separate products would be.
-            gate = acc.to(x_ptr.dtype.element_ty).to(tl.float32)
-            up = acc_up.to(x_ptr.dtype.element_ty).to(tl.float32)
-            acc = gate / (1.0 + tl.exp(-gate)) * up
+            if not SCALED:  # rounded as two separate products would be
+                acc = acc.to(x_ptr.dtype.element_ty).to(tl.float32)
+                acc_up = acc_up.to(x_ptr.dtype.element_ty).to(tl.float32)
+            acc = acc / (1.0 + tl.exp(-acc)) * acc_up
+            if SCALED and out_ptr.dtype.element_ty == tl.float16:
+                acc = tl.clamp(acc, -65504.0, 65504.0)  # what came of bfloat16 may be beyond
         target = out_ptr + pair[:, None] * num_columns + column[None, :]
         tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=real[:, None] & in_columns[None, :])

@@ -7,7 +7,7 @@ It knows heads and slots, not requests. Everything runs in float32 within a head
 import torch
 
 from specgen.kernels._checks import check, check_same_device
-from specgen.kernels._triton import tl, triton
+from specgen.kernels._triton import pdl, tl, triton, wait_for_inputs
 from specgen.kernels.rms_norm import rms_norm_torch
 
 _HEADS = 8  # heads a program
@@ -174,6 +174,7 @@ def prepare_qkv_triton(
             HALF=triton.next_power_of_2(half),
             REST=triton.next_power_of_2(rest) if rest else 0,
             num_warps=4,
+            **pdl(),
         )
     return q
 
@@ -221,7 +222,9 @@ def _prepare_qkv_kernel(
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     all_heads = num_heads + 2 * num_kv_heads

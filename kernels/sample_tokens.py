@@ -33,6 +33,9 @@ from specgen.kernels.top_k_top_p import apply_top_k_top_p
 from specgen.kernels.typical_p import apply_typical_p
 
 
+_WARPS = 8  # of a program over BLOCK logits
+
+
 class LogitsRows(NamedTuple):
     """Which slot each logits row belongs to, where it stands, and which drafts precede it.
 
@@ -448,6 +451,7 @@ def sample_tokens_triton(
         KEEP=keep,
         BLOCK=BLOCK,
         SUB=SUB,
+        num_warps=_WARPS,
     )
     if filters:
         threshold = row_thresholds(stats, logits, rows.row_slots, *limits)
@@ -468,6 +472,7 @@ def sample_tokens_triton(
             KEEP=keep,
             BLOCK=BLOCK,
             SUB=SUB,
+            num_warps=_WARPS,
         )
     _join_kernel[(num_rows,)](
         token_ids,

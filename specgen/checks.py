@@ -80,14 +80,12 @@ def text(wanted: str = "a text that is not empty") -> Check:
     return check
 
 
-def choice(*allowed: str, later: tuple[str, ...] = ()) -> Check:
-    """Return a check for one of a few words; those in `later` are known words that this version does not support."""
+def choice(*allowed: str) -> Check:
+    """Return a check for one of a few words."""
 
     def check(value: object) -> str:
         if isinstance(value, str) and value in allowed:
             return value
-        if isinstance(value, str) and value in later:
-            raise ValueError(f"{value!r} is not supported by this version (supported: {', '.join(allowed)})")
         close = nearest(value, allowed) if isinstance(value, str) else None
         raise ValueError(
             f"must be {' or '.join(allowed)}, not {shown(value)}" + (f": did you mean {close!r}?" if close else "")
@@ -148,52 +146,6 @@ def token_ids() -> Check:
             if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item < 2**31:
                 raise _refuse(wanted, value)
         return tuple(value)
-
-    return check
-
-
-def text_or_texts(wanted: str) -> Check:
-    """Return a check for a text with something in it, or a list of such texts, which it gives back as a tuple."""
-    one, several = text(wanted), names(wanted)
-
-    def check(value: object) -> object:
-        if isinstance(value, str) or not value:
-            return one(value)
-        return several(value)
-
-    return check
-
-
-def mapping(wanted: str) -> Check:
-    """Return a check for an object whose keys are texts."""
-
-    def check(value: object) -> dict[str, Any]:
-        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-            raise _refuse(wanted, value)
-        return dict(value)
-
-    return check
-
-
-def text_or_texts(wanted: str) -> Check:
-    """Return a check for a text with something in it, or a list of such texts, which it gives back as a tuple."""
-    one, several = text(wanted), names(wanted)
-
-    def check(value: object) -> object:
-        if isinstance(value, str) or not value:
-            return one(value)
-        return several(value)
-
-    return check
-
-
-def mapping(wanted: str) -> Check:
-    """Return a check for an object whose keys are texts."""
-
-    def check(value: object) -> dict[str, Any]:
-        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-            raise _refuse(wanted, value)
-        return dict(value)
 
     return check
 

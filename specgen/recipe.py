@@ -36,11 +36,15 @@ def _check_fields(section: Any, name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ModelSection:
-    """path: a bundled model's name, a folder or a hub id. dtype and device: `auto` picks what the machine does well."""
+    """path: a known model's name, a folder or a hub id. dtype and device: `auto` picks what the machine does well.
+
+    generation_config: whether the sampling defaults of the model's folder are taken (`use`) or not (`ignore`).
+    """
 
     path: str | None = _key(None, checks.optional(checks.text("a bundled model's name, a folder or a hub id"), ""))
     dtype: str = _key("auto", checks.choice("auto", "float32", "bfloat16"))
     device: str = _key("auto", checks.choice("auto", "cpu", "cuda"))
+    generation_config: str = _key("ignore", checks.choice("ignore", "use"))
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -51,7 +55,12 @@ class ModelSection:
 class SpeculationSection:
     """num_tokens: drafts a step (K), 0 is plain decoding. method: how drafts are judged.
 
-    model: a draft head in place of the model's own: a bundled head's name, a folder or a hub id.
+    model: a draft head in place of the model's own: a bundled head's name, a folder or a hub id. self_test: what to do
+    about a draft head that proves broken, or trained otherwise than it is run: `warn`, stop (`strict`), or `skip` the test.
+
+    dtype: `float8` holds the draft layers' large weights in FP8. vocab_size: drafts are chosen among so many of the lowest
+    token ids, and the special tokens: BPE gives ids out roughly in order of frequency, so that few of them make up most
+    of a text. Neither changes a token with `exact`, but how many drafts are accepted, and what they cost.
 
     acceptance: with `synthetic`, which only `specgen bench` takes: P(the first i drafts accepted) for i from 1 up.
     """
@@ -61,6 +70,9 @@ class SpeculationSection:
     model: str | None = _key(
         None, checks.optional(checks.text("a bundled head's name, a folder or a hub id"), "null, the model's own,")
     )
+    self_test: str = _key("warn", checks.choice("warn", "strict", "skip"))
+    dtype: str = _key("auto", checks.choice("auto", "float8"))
+    vocab_size: int | None = _key(None, checks.optional(_count("token ids"), "null, all,"))
     acceptance: tuple[float, ...] | None = _key(None, checks.optional(checks.rates(), "null"))
 
     def __post_init__(self) -> None:
@@ -95,21 +107,17 @@ class InputSection:
     template: str | None = _key(None, checks.optional(checks.text("a Jinja template over columns"), ""))
     system: str | None = _key(None, checks.optional(checks.text("a system prompt"), ""))
     chat_template: str | None = _key(None, checks.optional(checks.text("a file with a Jinja chat template"), ""))
-    template_args: Mapping[str, Any] = _key({}, checks.mapping("an object of arguments for the chat template"))
+    template_args: Mapping[str, Any] | None = _key(
+        None, checks.optional(checks.mapping("an object of arguments for the chat template"), "")
+    )
     max_prompt_tokens: int | None = _key(None, checks.optional(_count("tokens"), "null, what the model leaves,"))
     truncate: str | None = _key(None, checks.optional(checks.choice("left", "middle"), "null, never,"))
     limit: int | None = _key(None, checks.optional(_count("rows"), "null, all rows,"))
     keep: tuple[str, ...] = _key((), checks.names("a list of names of columns"))
 
     def __post_init__(self) -> None:
-        """Check every value, and that there is one prompt."""
+        """Check every value."""
         _check_fields(self, "input")
-        given = [name for name in ("messages", "template") if getattr(self, name) is not None]
-        given += ["prompt"] if self.prompt != "prompt" else []
-        if len(given) > 1:
-            raise RecipeError(
-                f"input.{given[0]} and input.{given[1]} both say what the prompt is: one of them is enough"
-            )
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -155,7 +163,8 @@ class EngineSection:
     of the memory. async_scheduling: schedule a step while the last one runs; None is on with a GPU, where they overlap.
     cuda_graphs: decode steps as one launch each, on a GPU. group_prefixes: rows that begin alike run one after the
     other, so that more of their prompts is found in the prefix cache. watchdog_seconds: without a step for so long, the
-    run ends.
+    run ends. exactness: `fast` lets a GPU's libraries choose their products by the number of rows, so that a row's tokens
+    may depend on the rows beside it and on its drafts.
     """
 
     max_num_seqs: int = _key(64, _count("rows at once"))
@@ -179,7 +188,7 @@ class EngineSection:
     watchdog_seconds: float | None = _key(
         600.0, checks.optional(checks.number(1e-3, 1e9, wanted="a number of seconds above 0"), "null, off,")
     )
-    exactness: str = _key("exact", checks.choice("exact", later=("fast",)))
+    exactness: str = _key("exact", checks.choice("exact", "fast"))
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -299,7 +308,20 @@ def _resolve(settings: Sequence[_Setting], folder: Path, for_bench: bool) -> Rec
     }
     recipe = Recipe(**sections, origins={key: origins.get(key, "default") for key in KEYS})
     _check_acceptance(recipe, for_bench)
+    _check_prompt(recipe)
     return recipe
+
+
+def _check_prompt(recipe: Recipe) -> None:
+    """Raise if several keys say what the prompt is."""
+    section = recipe.input
+    given = [f"input.{name}" for name in ("messages", "template") if getattr(section, name) is not None]
+    given += ["input.prompt"] if section.prompt != "prompt" else []
+    if len(given) > 1:
+        raise RecipeError(
+            f"{given[0]} and {given[1]} both say what the prompt is: one of them is enough",
+            where=recipe.origins[given[0]],
+        )
 
 
 def _check_acceptance(recipe: Recipe, for_bench: bool) -> None:
@@ -372,16 +394,6 @@ def _from_folder(path: str, value: Any, folder: Path) -> Any:
     if is_model and (folder / Path(value).expanduser()).is_dir():
         return str((folder / Path(value).expanduser()).absolute())
     return value
-
-
-def _is_hub_id(value: str, folder: Path) -> bool:
-    """Whether an input's path names a dataset of the hub: owner/name, and nothing in the folder."""
-    return HUB_ID.fullmatch(value) is not None and not Path(value).suffix and not (folder / value).exists()
-
-
-def _is_hub_id(value: str, folder: Path) -> bool:
-    """Whether an input's path names a dataset of the hub: owner/name, and nothing in the folder."""
-    return HUB_ID.fullmatch(value) is not None and not Path(value).suffix and not (folder / value).exists()
 
 
 def _is_hub_id(value: str, folder: Path) -> bool:

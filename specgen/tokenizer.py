@@ -163,6 +163,16 @@ def eos_token_ids(folder: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
+def added_token_ids(folder: Path) -> tuple[int, ...]:
+    """Return the ids that a model folder's tokenizer.json lists beside its vocabulary, special tokens above all; sorted.
+
+    Raises: ModelError if the file is broken; without one there are none.
+    """
+    listed = read_json(folder / "tokenizer.json").get("added_tokens")
+    ids = (token.get("id") for token in listed if isinstance(token, dict)) if isinstance(listed, list) else ()
+    return tuple(sorted(i for i in ids if isinstance(i, int)))
+
+
 def read_json(path: Path) -> dict[str, object]:
     """Return the object in a JSON file of a model folder, {} if there is no such file.
 

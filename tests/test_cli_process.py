@@ -55,7 +55,7 @@ def test_rows_are_answered_while_the_pipe_stays_open_and_a_signal_ends_it() -> N
         assert json.loads(process.stdout.readline())["id"] == "story-000"
         started = time.monotonic()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 130
+        assert process.wait(timeout=60) == 143
         assert time.monotonic() - started < 10
 
 

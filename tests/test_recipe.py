@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from specgen.errors import RecipeError
+from specgen.model_path import bundled_heads, known_names
 from specgen.recipe import KEYS, Recipe, SpeculationSection, load_recipe, recipe_from_settings
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
@@ -20,7 +21,8 @@ def write(folder: Path, text: str) -> Path:
 def test_shipped_recipes_load_and_find_their_prompts(path: Path) -> None:
     recipe = load_recipe(path)
     assert Path(str(recipe.input.path)).is_file()
-    assert recipe.model.path == "stories-7m"
+    assert recipe.model.path in known_names()
+    assert recipe.speculation.model is None or recipe.speculation.model in bundled_heads()
     assert recipe.output.path == f"{path.stem}.jsonl"
 
 
@@ -85,7 +87,9 @@ def test_a_folder_beside_the_recipe_does_not_hide_a_bundled_model(tmp_path: Path
         ("a: b: c\n", 1, ["not valid YAML"]),
         ("model:\n  path: x\n  path: y\n", 3, ["model.path is given twice, first in line 2"]),
         ("model: {path: x}\nmodel: {path: y}\n", 2, ["model is given twice"]),
-        ("engine: {exactness: fast}\n", 1, ["'fast' is not supported by this version"]),
+        ("engine: {exactness: quick}\n", 1, ["engine.exactness must be exact or fast, not 'quick'"]),
+        ("speculation: {dtype: fp8}\n", 1, ["speculation.dtype must be auto or float8, not 'fp8'"]),
+        ("speculation: {vocab_size: 0}\n", 1, ["from 1 up (token ids), not 0 (null, all, is allowed too)"]),
         ("speculation: {method: ratios}\n", 1, ["did you mean 'ratio'"]),
         ("speculation: {method: synthetic}\n", 1, ["speculation.method: synthetic", "for specgen bench only"]),
         ("speculation:\n  acceptance: [0.5]\n", 2, ["speculation.acceptance has no effect", "specgen bench"]),
@@ -95,7 +99,11 @@ def test_a_folder_beside_the_recipe_does_not_hide_a_bundled_model(tmp_path: Path
         ("speculation: {method: exakt}\n", 1, ["did you mean 'exact'?"]),
         ("speculation: {num_tokens: 17}\n", 1, ["from 0 (plain decoding) to 16, not 17"]),
         ("speculation: {num_tokens: true}\n", 1, ["not True"]),
-        ("input: {messages: m}\n", 1, ["chat messages are not supported"]),
+        ("input: {messages: m, prompt: p}\n", 1, ["input.messages and input.prompt both say what the prompt is"]),
+        ("input: {path: []}\n", 1, ["input.path must be a file, a list of files, or - for stdin, not []"]),
+        ("input: {path: [a, 3]}\n", 1, ["not ['a', 3]"]),
+        ("input: {template_args: [1]}\n", 1, ["must be an object of arguments"]),
+        ("output: {fsync_seconds: -1}\n", 1, ["output.fsync_seconds must be a number of seconds"]),
         ("engine: [1]\n", 1, ["section 'engine' must be a mapping"]),
         ("engine: 1\n", 1, ["section 'engine' must be a mapping"]),
         ("- model\n", 1, ["the recipe must be a mapping"]),

@@ -95,7 +95,7 @@ def test_warnings_name_what_a_reader_must_know() -> None:
     run.count_row("length", text="", token_ids=[1])
     run.count_row("error", error_code="bad_id")
     text = "\n".join(run.warnings())
-    assert "2 of 7 rows were cut" in text
+    assert "2 of 7 answers were cut" in text
     assert "1 row gave an empty answer" in text
     assert "bad_id × 1" in text
 

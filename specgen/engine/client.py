@@ -15,15 +15,18 @@ import torch
 
 from specgen.engine.core import Abort, Add, EngineCore, Stop
 from specgen.engine.executor import UniProcExecutor
+from specgen.engine.head_test import test_head
 from specgen.engine.kv_blocks import KVBlockManager
 from specgen.engine.request import EngineOutput, EngineRequest
 from specgen.engine.scheduler import Scheduler, SchedulerConfig
 from specgen.errors import EngineError, EngineStuckError
 from specgen.kernels.linear import cpu_linear_mode
 from specgen.model_path import resolve_head
+from specgen.models.cheap_drafts import CheapDrafts
 from specgen.models.config import read_config, resolve_max_model_len
 from specgen.models.weights import OnProgress
 from specgen.recipe import Recipe
+from specgen.tokenizer import added_token_ids
 from specgen.worker.labels import StepLabels
 from specgen.worker.timing import DecodeTimes
 from specgen.worker.trace import StepTrace
@@ -32,6 +35,8 @@ from specgen.worker.worker import (
     DrafterFactory,
     Worker,
     WorkerConfig,
+    check_float8,
+    is_exact,
     resolve_block_size,
     resolve_device,
     resolve_dtype,
@@ -95,11 +100,19 @@ class EngineClient:
             ModelError, EngineError, RecipeError: model, machine and recipe do not fit together.
         """
 
+        eos_token_ids = tuple(eos_token_ids)
+
         def build() -> tuple[Worker, Scheduler]:
-            config = replace(_worker_config(recipe, folder), drafting=drafting)
+            config = replace(
+                _worker_config(recipe, folder),
+                drafting=drafting,
+                cheap_drafts=_cheap_drafts(recipe, folder, eos_token_ids),
+            )
             if random_weights:
                 config = replace(config, folder=None)
             worker = Worker(config, drafter_factory, on_load_progress)
+            if not random_weights and recipe.speculation.method != "synthetic":
+                test_head(worker, folder, recipe.speculation.self_test)
             caching = recipe.engine.enable_prefix_caching
             kv = KVBlockManager(worker.budget.num_blocks, config.block_size, config.max_model_len, caching)
             return worker, Scheduler(_scheduler_config(recipe, worker, eos_token_ids), kv)
@@ -230,7 +243,18 @@ def _worker_config(recipe: Recipe, folder: Path) -> WorkerConfig:
         cuda_graphs=recipe.engine.cuda_graphs,
         tune_cpu_threads=True,
         draft_folder=resolve_head(head) if (head := recipe.speculation.model) is not None else None,
+        exact=is_exact(recipe.engine.exactness, device),
     )
+
+
+def _cheap_drafts(recipe: Recipe, folder: Path, eos_token_ids: Iterable[int]) -> CheapDrafts:
+    speculation = recipe.speculation
+    if speculation.dtype == "float8":
+        check_float8(resolve_device(recipe.model.device))
+    if speculation.vocab_size is None:
+        return CheapDrafts(speculation.dtype == "float8")
+    extra_ids = {*eos_token_ids, *recipe.sampling.stop_token_ids, *added_token_ids(folder)}
+    return CheapDrafts(speculation.dtype == "float8", speculation.vocab_size, tuple(sorted(extra_ids)))
 
 
 def _scheduler_config(recipe: Recipe, worker: Worker, eos_token_ids: Iterable[int]) -> SchedulerConfig:
@@ -252,6 +276,7 @@ def _describe(worker: Worker, scheduler: Scheduler, load_seconds: float) -> dict
     return {
         "device": str(config.device) if is_cpu else torch.cuda.get_device_name(config.device),
         "dtype": str(config.dtype).removeprefix("torch."),
+        "exactness": "exact" if config.exact else "fast",
         "cpu_linear_mode": cpu_linear_mode() if is_cpu else None,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specgen.errors import RecipeError
+from specgen.generation_config import with_generation_config
 from specgen.job.inputs import GivenRows
 from specgen.job.session import Session
 from specgen.job.target import Target
@@ -53,6 +54,7 @@ def generate(
     if loaded.model.path is None:
         raise RecipeError("model.path is missing")
     folder = resolve_model(loaded.model.path)
+    loaded = with_generation_config(loaded, folder)
     tokenizer = Tokenizer(folder)
     from specgen.engine.client import EngineClient
 

@@ -6,7 +6,7 @@ Knows the engine only as the `Engine` protocol, so that it can be tested with a 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -153,7 +153,7 @@ class Job:
             pass
         return self.stats
 
-    def steps(self) -> Iterator[None]:
+    def steps(self) -> Generator[None]:
         """Do what `run` does, a step at a time."""
         started = time.perf_counter()
         try:

@@ -165,7 +165,7 @@ def write_in_order(paths: Sequence[str], form: Form, stream: BinaryIO) -> Journa
             if first != file << 40 | number:
                 there = f"{paths[first >> 40]}:{first & ((1 << 40) - 1)}"
                 raise InputError(f"the line answers the row that {there} answers", where=f"{path}:{number}")
-    order = np.lexsort((np.asarray(samples), np.asarray(indices))) if len(offsets) else []
+    order = np.lexsort((np.asarray(samples), np.asarray(indices)))
     with ExitStack() as stack:
         parts = [stack.enter_context(open(path, "rb")) for path in paths]
         for entry in order:

@@ -27,7 +27,8 @@ _FREE = {
     "model.path",  # the fingerprints speak for it
     "model.dtype",  # what was resolved speaks for it
     "model.device",
-    "speculation.num_tokens",
+    "speculation.dtype",
+    "speculation.vocab_size",
     "sampling.n",
     "input.path",
     "input.format",
@@ -140,12 +141,14 @@ class Manifest:
 
         What one of the two does not know yet is no difference.
         """
-        content, speed = [], []
+        content: list[str] = []
+        speed: list[str] = []
         is_exact = all(one.value("speculation.method") == "exact" for one in (self, new))
         for key in dict.fromkeys((*self.content["recipe"], *new.content["recipe"])):
             was, is_now = self.value(key), new.value(key)
             if was != is_now:
-                is_free = key in _FREE and (is_exact or not key.startswith("speculation."))
+                is_draft = key.startswith("speculation.") and key != "speculation.method"
+                is_free = key in _FREE or (is_draft and is_exact)
                 (speed if is_free else content).append(_change(key, was, is_now))
         for part in ("fingerprints", "resolved"):
             old_part, new_part = self.content[part], new.content[part]

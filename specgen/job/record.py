@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from specgen.engine.request import TokenLogprob
 from specgen.errors import RowError
@@ -52,7 +52,8 @@ class Answer:
         }
 
 
-class Kept(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Kept:
     """What a line of an output says about itself: whose it is, whether it failed, and its place in the input."""
 
     key: str

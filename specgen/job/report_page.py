@@ -5,7 +5,7 @@ Knows HTML and SVG; everything that came from a file is escaped.
 
 import html
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 _STYLE = """
@@ -145,7 +145,9 @@ def _over_time(points: Sequence[Mapping[str, Any]]) -> str:
     seconds = [one["seconds"] for one in points]
     rates = [(one["seconds"], one["acceptance_rate"]) for one in points if one["acceptance_rate"] is not None]
     speeds = [(one["seconds"], one["tokens_per_second"]) for one in points]
-    charts = [("Tokens a second, over time", speeds, max(value for _, value in speeds), _number)]
+    charts: list[tuple[str, list[tuple[float, float]], float, Callable[[Any], str]]] = [
+        ("Tokens a second, over time", speeds, max(value for _, value in speeds), _number)
+    ]
     if len(rates) > 1:
         charts.insert(0, ("Drafts accepted, over time", rates, 1.0, _percent))
     shown = ""

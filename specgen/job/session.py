@@ -49,7 +49,8 @@ class Session:
     """A run of a recipe: its rows are being read, and what is done of them is known; then `run` it on an engine.
 
     recipe: as it is run (a drawn seed is that of the answers which are continued). total: rows of the input, about so
-    many of a shard, None if that cannot be known before. has_work: whether any row is left to do. notes: what the user should be told.
+    many of a shard, None if that cannot be known before. stats: of the run, also of one that failed. has_work: whether
+    any row is left to do. notes: what the user should be told.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Session:
         self.tokenizer = tokenizer
         self.target = target
         self.counts = Counts()
+        self.stats = RunStats()
         self.total: int | None = None
         self._shard = shard
         self._series = TimeSeries()
@@ -148,6 +150,7 @@ class Session:
         with LineWriter(target.open(), ordered=ordered, spill_folder=spill_folder) as writer:
             target.begin(self.recipe, resolved, engine.description)
             job = self.job(engine, writer, stop=stop, on_progress=on_progress)
+            self.stats = job.stats
             if on_begin is not None:
                 on_begin(writer)
             try:

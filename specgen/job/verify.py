@@ -27,7 +27,7 @@ from specgen.stats import counted
 from specgen.stops import stop_check_of
 from specgen.tokenizer import Tokenizer
 from specgen.worker.probe import PositionLogits, Probe
-from specgen.worker.worker import WorkerConfig, resolve_block_size, resolve_device, resolve_dtype
+from specgen.worker.worker import WorkerConfig, is_exact, resolve_block_size, resolve_device, resolve_dtype
 
 # Seconds between two outputs after which verification gives up.
 _SILENCE_SECONDS = 300.0
@@ -215,6 +215,7 @@ def new_probe(recipe: Recipe, folder: Path, num_tokens: int) -> Probe:
             memory_fraction=recipe.engine.memory_fraction,
             num_speculative_tokens=num_spec,
             cuda_graphs=False,
+            exact=is_exact(recipe.engine.exactness, device),
         )
     )
 

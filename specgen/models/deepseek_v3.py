@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from specgen.kernels.float8_linear import quantize_rows
 from specgen.kernels.linear import linear_float32
-from specgen.kernels.moe_experts import moe_experts
+from specgen.kernels.moe_experts import ExpertScales, moe_experts
 from specgen.kernels.moe_routing import route
 from specgen.kernels.rms_norm import combine_norm
 from specgen.models.attention import MLAAttention
 from specgen.models.config import DeepseekV3Config, MoEConfig
 from specgen.models.context import AttentionContext
-from specgen.models.layers import MLP, Embedding, Linear, RMSNorm, empty_weight
+from specgen.models.layers import MLP, Embedding, Head, RMSNorm, empty_weight
 from specgen.models.rope_table import rope_table
 
 
@@ -40,12 +41,19 @@ class MoE(nn.Module):
         )
         self.w13 = empty_weight(num_experts, 2 * inner, c.hidden_size, dtype=dtype, device=device)
         self.w2 = empty_weight(num_experts, c.hidden_size, inner, dtype=dtype, device=device)
+        self.scales: ExpertScales | None = None
 
     def narrow_gate(self, dtype: torch.dtype) -> None:
         """Holds the router's weights in `dtype` if that loses nothing: products of the same values, at less traffic."""
         narrow = self.gate.to(dtype)
         if torch.equal(narrow.float(), self.gate):
             self.gate = nn.Parameter(narrow, requires_grad=False)
+
+    def hold_in_float8(self) -> None:
+        """Holds the experts' weights in FP8, rounded, with a scale a row."""
+        (w13, scale13), (w2, scale2) = quantize_rows(self.w13), quantize_rows(self.w2)
+        self.w13, self.w2 = nn.Parameter(w13, requires_grad=False), nn.Parameter(w2, requires_grad=False)
+        self.scales = ExpertScales(scale13, scale2)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
         """`(normed, total)`, each `[T, H]`: total is `residual` plus the experts' sum over `x [T, H]`."""
@@ -61,7 +69,7 @@ class MoE(nn.Module):
             c.n_shared_experts,
             c.scoring_func == "softmax",
         )
-        rows, places = moe_experts(x, ids, self.w13, self.w2, c.n_shared_experts)
+        rows, places = moe_experts(x, ids, self.w13, self.w2, c.n_shared_experts, self.scales)
         return combine_norm(rows, places, weights, residual, norm.weight, norm.eps)
 
 
@@ -137,7 +145,7 @@ class DeepseekV3ForCausalLM(nn.Module):
             DecoderLayer(config, i, self.rotary.scale, dtype, device) for i in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype, device)
+        self.lm_head = Head(config.hidden_size, config.vocab_size, dtype, device)
 
     def forward(self, input_ids: torch.Tensor, context: AttentionContext, kv_caches: torch.Tensor) -> torch.Tensor:
         """`input_ids [T] int64`, `kv_caches [layers, blocks, block_size, latent]` -> hidden `[T, H]`."""
@@ -150,4 +158,4 @@ class DeepseekV3ForCausalLM(nn.Module):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[N, H] -> [N, vocab] float32`."""
-        return self.lm_head(hidden if self.head_reads_normed else self.norm(hidden)).float()
+        return self.lm_head(hidden if self.head_reads_normed else self.norm(hidden))

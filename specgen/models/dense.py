@@ -15,7 +15,7 @@ from specgen.kernels.prepare_qkv import prepare_qkv
 from specgen.models.context import AttentionContext
 from specgen.models.deepseek_v3 import MoE, feed_forward
 from specgen.models.dense_config import DenseConfig
-from specgen.models.layers import MLP, Embedding, Linear, RMSNorm, empty_weight
+from specgen.models.layers import MLP, Embedding, Head, Linear, RMSNorm, empty_weight
 from specgen.models.rope_table import rope_table
 
 
@@ -138,7 +138,7 @@ class DenseForCausalLM(nn.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, device)
         self.layers = nn.ModuleList(DenseLayer(config, i, dtype, device) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype, device)
+        self.lm_head = Head(config.hidden_size, config.vocab_size, dtype, device)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
@@ -153,4 +153,4 @@ class DenseForCausalLM(nn.Module):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[N, H] -> [N, vocab] float32`."""
-        return self.lm_head(hidden if self.head_reads_normed else self.norm(hidden)).float()
+        return self.lm_head(hidden if self.head_reads_normed else self.norm(hidden))

@@ -18,7 +18,7 @@ from torch import nn
 from specgen.models.context import AttentionContext
 from specgen.models.dense import DenseLayer, rotary_table
 from specgen.models.dense_config import DenseConfig
-from specgen.models.layers import Embedding, Linear, RMSNorm
+from specgen.models.layers import Embedding, Head, Linear, RMSNorm
 
 
 class HeadConvention(NamedTuple):
@@ -88,13 +88,18 @@ class DraftHead(nn.Module):
         self.layers = nn.ModuleList(DraftLayer(config, i, convention, dtype, device) for i in range(num_layers))
         self.embed_tokens = Embedding(vocab, size, dtype, device) if own_embedding else target.embed_tokens
         self.heads = nn.ModuleList(
-            Linear(size, vocab, dtype, device) if i in own_heads else target.lm_head for i in range(num_layers)
+            Head(size, vocab, dtype, device) if i in own_heads else target.lm_head for i in range(num_layers)
         )
 
     @property
     def num_layers(self) -> int:
         """Draft layers; draft step s runs layer s mod this."""
         return len(self.layers)
+
+    @property
+    def kv_width(self) -> int:
+        """Elements that one token occupies in the KV cache of one draft layer."""
+        return self.config.kv_width
 
     def forward(
         self,
@@ -109,4 +114,4 @@ class DraftHead(nn.Module):
 
     def compute_logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """`[N, H] -> [N, vocab] float32`."""
-        return self.heads[layer](hidden).float()
+        return self.heads[layer](hidden)

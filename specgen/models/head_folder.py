@@ -107,7 +107,7 @@ def _read_convention(declared: Mapping[str, Any], where: str) -> tuple[HeadConve
 
 
 def _check_fit(config: DenseConfig, target: ModelConfig, checkpoint: Checkpoint, where: str) -> None:
-    for name in ("hidden_size", "vocab_size", "kv_width"):
+    for name in ("hidden_size", "vocab_size"):
         ours, theirs = getattr(config, name), getattr(target, name)
         if ours != theirs:
             raise ModelError(

@@ -25,8 +25,8 @@ TEXTS = (
     "the sun to come up over the trees. Then he went home and made himself a cup of tea.",
     "To make bread, you need flour, water, salt and yeast. Mix them in a large bowl, knead the dough for ten minutes, "
     "and let it rest for an hour in a warm place. Then put it into the oven.",
-    "Once upon a time there was a little girl named Anna who had a small dog. One day the dog ran away into the forest. "
-    "Anna was very sad, and she went to look for him.",
+    "Once upon a time there was a little girl named Anna who had a small dog. One day the dog ran away into the "
+    "forest. Anna was very sad, and she went to look for him.",
     "The city lies on the coast and is known for its harbour, its museums and its long history. In the summer many "
     "people come to visit, and the streets are full of music.",
     "Water boils at one hundred degrees. When it is heated further, it does not become hotter, but turns into steam. "
@@ -53,9 +53,7 @@ class HeadHealth(NamedTuple):
     @property
     def problem(self) -> str | None:
         """What is wrong with the head, in words; None if nothing is."""
-        better = {
-            name: gain for name, (gain, error) in self.gains.items() if gain > max(_LEAST_GAIN, _SIGMAS * error)
-        }
+        better = {name: gain for name, (gain, error) in self.gains.items() if gain > max(_LEAST_GAIN, _SIGMAS * error)}
         if better:
             name = max(better, key=lambda key: better[key])
             return (
@@ -72,11 +70,11 @@ class HeadHealth(NamedTuple):
 def measure_head(target: TargetModel, draft: Any, prompts: Sequence[Sequence[int]], num_drafts: int) -> HeadHealth:
     """The head's health on `prompts`, token ids of two and more each; target and head are as before afterwards."""
     device = target.embed_tokens.weight.device
-    step = _Step(prompts, target.config.kv_width, target.embed_tokens.weight.dtype, device)
+    step = _Step(prompts, target.embed_tokens.weight.dtype, device)
     normed_for_head = target.head_reads_normed
     try:
         target.head_reads_normed = False
-        stream = target(step.ids, step.context, step.new_cache(target.config.num_hidden_layers))
+        stream = target(step.ids, step.context, step.new_cache(target.config.num_hidden_layers, target.config.kv_width))
         logits = target.compute_logits(stream)
     finally:
         target.head_reads_normed = normed_for_head
@@ -113,9 +111,7 @@ def measure_head(target: TargetModel, draft: Any, prompts: Sequence[Sequence[int
 class _Step:
     """The prompts as the rows of one step."""
 
-    def __init__(
-        self, prompts: Sequence[Sequence[int]], kv_width: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, prompts: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> None:
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         blocks = -(-lengths // _BLOCK_SIZE)
         first = blocks.cumsum(0) - blocks
@@ -134,17 +130,18 @@ class _Step:
             max_query_len=int(lengths.max()),
             max_seq_len=int(lengths.max()),
         )
-        self._shape = (int(blocks.sum()), _BLOCK_SIZE, kv_width)
+        self._num_blocks = int(blocks.sum())
         self._dtype, self._device = dtype, device
 
-    def new_cache(self, num_layers: int) -> torch.Tensor:
+    def new_cache(self, num_layers: int, kv_width: int) -> torch.Tensor:
         """A KV pool for the prompts alone."""
-        return torch.zeros(num_layers, *self._shape, dtype=self._dtype, device=self._device)
+        shape = (num_layers, self._num_blocks, _BLOCK_SIZE, kv_width)
+        return torch.zeros(shape, dtype=self._dtype, device=self._device)
 
     def run(self, draft: DraftModel, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """A draft layer's output over all positions, each shown the token after it."""
         next_ids = torch.where(self.left > 0, self.ids.roll(-1), -1)
-        return draft(layer, next_ids, hidden, self.context, self.new_cache(1)[0])
+        return draft(layer, next_ids, hidden, self.context, self.new_cache(1, draft.kv_width)[0])
 
     def compared(self, number: int) -> torch.Tensor:
         """Positions whose draft `number` has all its inputs, and a position after it to compare with."""

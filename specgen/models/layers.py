@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from specgen.kernels.linear import linear
+from specgen.kernels.linear import linear, linear_logits
 from specgen.kernels.rms_norm import rms_norm
 from specgen.kernels.silu_mul import silu_mul
 
@@ -25,6 +25,14 @@ class Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, in] -> [T, out]`."""
         return linear(x, self.weight)
+
+
+class Head(Linear):
+    """The product that gives logits, `weight [vocab, hidden]`: a `Linear` whose results are float32."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[N, hidden] -> [N, vocab] float32`."""
+        return linear_logits(x, self.weight)
 
 
 class RMSNorm(nn.Module):

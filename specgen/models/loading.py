@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from specgen.errors import ModelError
+from specgen.models.cheap_drafts import CheapDrafts, cheapen
 from specgen.models.config import ModelConfig
 from specgen.models.deepseek_v3 import MoE
 from specgen.models.families import DraftModel, Family, TargetModel, find_family
@@ -36,11 +37,12 @@ def load_model(
     device: torch.device,
     on_progress: OnProgress | None = None,
     draft_folder: Path | None = None,
+    cheap_drafts: CheapDrafts = CheapDrafts(),
 ) -> LoadedModel:
     """Builds the model on `device` and fills it, with random weights if `folder` is None.
 
     Draft layers beyond K are never run, and not loaded. `on_progress`: see `load_weights`. `draft_folder` holds a draft
-    head to take in place of the model's own.
+    head to take in place of the model's own. `cheap_drafts`: what the draft layers are made of, once they are loaded.
 
     Raises:
         ModelError: the checkpoint lacks the draft layer that speculation needs, or does not fit its configuration.
@@ -72,6 +74,7 @@ def load_model(
         num_bytes = load_weights(checkpoint, plan, unused, on_progress)
     if mtp is not None:
         _share_equal_copies(target, mtp)
+        cheapen(mtp, target, cheap_drafts)
     for module in (target, mtp):
         for part in module.modules() if module is not None else ():
             if isinstance(part, MoE):
@@ -98,7 +101,7 @@ def _unused_prefixes(family: Family, config: ModelConfig, num_layers: int) -> tu
 
 
 def _require_draft_layers(family: Family, config: ModelConfig, checkpoint: Checkpoint | None, num_layers: int) -> None:
-    hint = "set speculation.num_tokens to 0 for plain decoding"
+    hint = "set speculation.num_tokens to 0 for plain decoding, or name a draft head as speculation.model"
     if num_layers == 0 or family.draft is None:
         where = str(checkpoint.folder) if checkpoint is not None else None
         raise ModelError("the model has no draft layer (num_nextn_predict_layers is 0)", where=where, hint=hint)

@@ -18,7 +18,7 @@ from torch import nn
 from specgen.models.config import DeepseekV3Config
 from specgen.models.context import AttentionContext
 from specgen.models.deepseek_v3 import DecoderLayer, DeepseekV3ForCausalLM
-from specgen.models.layers import Embedding, Linear, RMSNorm
+from specgen.models.layers import Embedding, Head, Linear, RMSNorm
 
 
 class MTPLayer(nn.Module):
@@ -72,12 +72,13 @@ class DeepseekMTP(nn.Module):
         super().__init__()
         config = target.config
         self.cos_sin = target.rotary.cos_sin
+        self._kv_width = config.kv_width
         self.layers = nn.ModuleList(MTPLayer(config, i, target.rotary.scale, dtype, device) for i in range(num_layers))
         self.embed_tokens = (
             Embedding(config.vocab_size, config.hidden_size, dtype, device) if own_embedding else target.embed_tokens
         )
         self.heads = nn.ModuleList(
-            Linear(config.hidden_size, config.vocab_size, dtype, device) if i in own_heads else target.lm_head
+            Head(config.hidden_size, config.vocab_size, dtype, device) if i in own_heads else target.lm_head
             for i in range(num_layers)
         )
 
@@ -85,6 +86,11 @@ class DeepseekMTP(nn.Module):
     def num_layers(self) -> int:
         """Draft layers; draft step s runs layer s mod this."""
         return len(self.layers)
+
+    @property
+    def kv_width(self) -> int:
+        """Elements that one token occupies in the KV cache of one draft layer."""
+        return self._kv_width
 
     def forward(
         self,
@@ -99,4 +105,4 @@ class DeepseekMTP(nn.Module):
 
     def compute_logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """`[N, H] -> [N, vocab] float32`."""
-        return self.heads[layer](hidden).float()
+        return self.heads[layer](hidden)

@@ -25,6 +25,7 @@ class StepLabels:
         """`models`: the target and the draft layers, as far as they are modules."""
         self._runner = runner
         self._graphs, runner.graphs = runner.graphs, None
+        self._forward_graphs, runner.forward_graphs = runner.forward_graphs, None
         self._handles: list[Any] = []
         self._open: list[Any] = []
         self._part: Any = None
@@ -42,6 +43,7 @@ class StepLabels:
             handle.remove()
         self._runner.timer.on_part = None
         self._runner.graphs = self._graphs
+        self._runner.forward_graphs = self._forward_graphs
 
     def _label(self, name: str, module: nn.Module) -> None:
         range_name = f"{MODULE}{name}:{type(module).__name__}"

@@ -69,6 +69,14 @@ def _cpu_available() -> int:
     return available
 
 
+def available_memory() -> tuple[int, int]:
+    """(total, free) of the machine for this process, in bytes; (0, 0) where there is no procfs."""
+    if not Path("/proc/self/status").is_file():
+        return 0, 0
+    free = _cpu_available()
+    return free + _status_bytes("VmRSS"), free
+
+
 def _measure_cpu(run_largest_step: Callable[[], None]) -> tuple[int, int, int]:
     """(total, used, step_peak) of the process; the peak is what the resident set grew by, at its highest."""
     if not Path("/proc/self/status").is_file():  # no procfs (macOS): the machine's memory is not known this way

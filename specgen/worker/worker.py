@@ -15,6 +15,7 @@ import torch
 
 from specgen.engine.scheduler import NewRow, ScheduledRow, SchedulerOutput
 from specgen.errors import ModelError, RecipeError
+from specgen.models.cheap_drafts import CheapDrafts
 from specgen.models.config import ModelConfig
 from specgen.models.loading import load_model
 from specgen.models.weights import OnProgress
@@ -37,7 +38,7 @@ class WorkerConfig:
 
     folder: None fills the model with random weights. acceptance: the rates at which drafts are accepted by lot.
     by_ratio: drafts are judged by the ratio of the two distributions, and drawn with noise of their own. draft_folder: of
-    a draft head that takes the place of the model's own.
+    a draft head that takes the place of the model's own. exact: products on CUDA don't depend on how many rows there are.
     """
 
     folder: Path | None
@@ -57,6 +58,8 @@ class WorkerConfig:
     cuda_graphs: bool = True
     tune_cpu_threads: bool = False
     draft_folder: Path | None = None
+    cheap_drafts: CheapDrafts = CheapDrafts()
+    exact: bool = True
 
 
 DrafterFactory = Callable[[RequestStates, int], Drafter]
@@ -85,6 +88,29 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 def resolve_block_size(block_size: int | None, device: torch.device) -> int:
     """`None` is 64 tokens on CUDA, where an attention step's keys are then one piece of memory, and 16 elsewhere."""
     return block_size or (64 if device.type == "cuda" else 16)
+
+
+def is_exact(exactness: str, device: torch.device) -> bool:
+    """Whether products must not depend on how many rows there are.
+
+    Raises:
+        RecipeError: `fast` on a device that has no other products.
+    """
+    if exactness == "fast" and device.type != "cuda":
+        raise RecipeError(
+            f"engine.exactness is fast, and on the {device.type.upper()} there are only exact products",
+            hint="leave it out: it lets a GPU's libraries choose products by the number of rows",
+        )
+    return exactness == "exact"
+
+
+def check_float8(device: torch.device) -> None:
+    """Raises RecipeError where the device can't turn FP8 into another type."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise RecipeError(
+            f"speculation.dtype is float8, and {torch.cuda.get_device_name(device)} does not know FP8",
+            hint="it takes compute capability 8.9 or more; set speculation.dtype to auto",
+        )
 
 
 def make_products_exact() -> None:
@@ -123,7 +149,8 @@ class Worker:
         """
         self.config = config
         if config.device.type == "cuda":
-            make_products_exact()
+            if config.exact:
+                make_products_exact()
             torch.cuda.set_device(config.device)
         self._drafter_factory = drafter_factory
         self._on_load_progress = on_load_progress
@@ -141,7 +168,15 @@ class Worker:
         c = self.config
         num_own = 0 if self._drafter_factory is not None else c.num_speculative_tokens
         self.model = load_model(
-            c.folder, c.model, num_own, c.max_model_len, c.dtype, c.device, self._on_load_progress, c.draft_folder
+            c.folder,
+            c.model,
+            num_own,
+            c.max_model_len,
+            c.dtype,
+            c.device,
+            self._on_load_progress,
+            c.draft_folder,
+            c.cheap_drafts,
         )
         self.num_draft_layers = self.model.mtp.num_layers if self.model.mtp is not None else 0
         self.states = RequestStates(
@@ -164,18 +199,39 @@ class Worker:
     @property
     def block_bytes(self) -> int:
         """Bytes of one KV block over all layers, the draft layers' included."""
-        return math.prod(self._kv_shape(1)) * self.config.dtype.itemsize
+        own = 0 if self._shares_pool else self.num_draft_layers * self.config.block_size * self._draft_width
+        return (math.prod(self._kv_shape(1)) + own) * self.config.dtype.itemsize
+
+    @property
+    def _draft_width(self) -> int:
+        return self.model.mtp.kv_width if self.model.mtp is not None else self.config.model.kv_width
+
+    @property
+    def _shares_pool(self) -> bool:
+        """Whether target and draft layers have KV of one width, and so one pool."""
+        return self._draft_width == self.config.model.kv_width
 
     def _kv_shape(self, num_blocks: int) -> tuple[int, int, int, int]:
         c = self.config
-        return (c.model.num_hidden_layers + self.num_draft_layers, num_blocks, c.block_size, c.model.kv_width)
+        num_layers = c.model.num_hidden_layers + (self.num_draft_layers if self._shares_pool else 0)
+        return (num_layers, num_blocks, c.block_size, c.model.kv_width)
 
     def _new_kv_caches(self, num_blocks: int) -> torch.Tensor:
-        shape, dtype = self._kv_shape(num_blocks), self.config.dtype
+        return self._new_pool(self._kv_shape(num_blocks))
+
+    def _new_pool(self, shape: tuple[int, int, int, int]) -> torch.Tensor:
+        dtype = self.config.dtype
         if self.config.device.type != "cpu":
             return torch.zeros(shape, dtype=dtype, device=self.config.device)
         # numpy's zeros are the system's: no page is touched before it is used, and most of a large pool never is
         return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+
+    def _draft_kv_caches(self, kv_caches: torch.Tensor) -> torch.Tensor:
+        """The draft layers' part of the pool, or a pool of their own with as many blocks."""
+        if self._shares_pool:
+            return kv_caches[self.config.model.num_hidden_layers :]
+        _, num_blocks, block_size, _ = kv_caches.shape
+        return self._new_pool((self.num_draft_layers, num_blocks, block_size, self._draft_width))
 
     def _new_runner(self, kv_caches: torch.Tensor) -> ModelRunner:
         c = self.config
@@ -189,7 +245,7 @@ class Worker:
                 self.model.mtp,
                 self.states,
                 sampler,
-                kv_caches[num_target_layers:],
+                self._draft_kv_caches(kv_caches),
                 c.max_model_len,
                 c.num_speculative_tokens,
                 replace(c.drafting, noise=Noise.DRAFT) if c.by_ratio else c.drafting,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from specgen.errors import RowError
 from specgen.job.plan import Plan
 from specgen.job.readers import BadRow, Row
-from specgen.job.record import Answer, RecordForm, to_line
+from specgen.job.record import Answer, Kept, RecordForm, to_line
 from specgen.stats import SpecStats
 
 KEYS = ["id", "index", "sample", "key", "text", "finish_reason", "stop", "usage", "spec", "seed", "error", "input"]
@@ -42,7 +42,7 @@ def test_a_finished_rows_line() -> None:
     assert record["id"] == "r7"
     assert record["index"] == 7
     assert (record["sample"], record["key"]) == (1, "id:str:r7")
-    assert FORM.parse(line) == ("id:str:r7", 1, False, 7)
+    assert FORM.parse(line) == Kept("id:str:r7", 1, False, 7)
     assert record["usage"] == {"prompt_tokens": 21, "completion_tokens": 3, "cached_tokens": 16}
     assert record["spec"]["accepted_per_pos"] == [1, 1, 0]
     assert record["spec"]["mean_accepted_length"] == 3.0
@@ -61,7 +61,7 @@ def test_a_failed_rows_line_has_the_same_keys() -> None:
     line = FORM.line(Plan(BadRow(2, 5, error), "row:1:0", error), Answer(None, error=error))
     record = json.loads(line)
     assert list(record) == KEYS
-    assert FORM.parse(line) == ("row:1:0", None, True, 2)
+    assert FORM.parse(line) == Kept("row:1:0", None, True, 2)
     assert record["finish_reason"] == "error"
     assert record["text"] is record["stop"] is record["spec"] is record["seed"] is record["input"] is None
     assert record["error"] == {"code": "bad_json", "message": "broken", "line": 5}

@@ -73,7 +73,7 @@ class Model:
     def run(
         self, op: Op, device: str, parts: Sequence[Part], padding: int = 0, key_start: int = 0, **cache_options: Any
     ) -> dict[tuple[int, int], torch.Tensor]:
-        """Return {(slot, position): result [H, D]}, having checked that all other rows are zero."""
+        """Return {(slot, position): result [H, D]}, having checked that padded requests are zero."""
         cache = self.cache(parts, key_start, **cache_options)
         out = op(*self.args(parts, padding, key_start, cache, device)).cpu()
         results, row = {}, 0
@@ -84,7 +84,6 @@ class Model:
                 else:
                     results[slot, position] = out[row]
                 row += 1
-        assert not out[row:].any()
         return results
 
     def naive(self, slot: int, position: int, key_start: int = 0) -> torch.Tensor:
@@ -178,7 +177,7 @@ def test_unwritten_drafts_do_not_reach_the_rows_before_them(op: Op, device: str)
 
 def test_bounds_and_launches_do_not_matter(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, parts = Model(), [Part(1, 60, 20), Part(0, 33, 1)]
-    args = model.args(parts, 2, 0, model.cache(parts), kernel_device)
+    args = model.args(parts, 0, 0, model.cache(parts), kernel_device)
     one_split = gqa_attention_triton(*args)
     args[8:10] = [500, 700]
     assert torch.equal(gqa_attention_triton(*args), one_split)
@@ -191,7 +190,7 @@ def test_a_program_a_split_and_a_loop_over_the_splits_give_the_same_bits(
 ) -> None:
     monkeypatch.setattr(module, "_SPLIT_KEYS", 64)
     model = Model()
-    args = model.args(MIXED, 3, 0, model.cache(MIXED), kernel_device)
+    args = model.args(MIXED, 0, 0, model.cache(MIXED), kernel_device)
     joined = gqa_attention_triton(*args)
     monkeypatch.setattr(module, "_MANY_PROGRAMS", 0)
     assert torch.equal(gqa_attention_triton(*args), joined)
@@ -257,7 +256,7 @@ def test_law_on_the_gpu_in_bfloat16_also_from_a_graph(
         for end in range(size, 140, step):
             for key, row in model.run(in_half, "cuda", [Part(1, end, size)]).items():
                 assert torch.equal(row, whole[key]), (size, key)
-    args = model.args(parts[1:], 2, 0, model.cache(parts), "cuda")
+    args = model.args(parts[1:], 0, 0, model.cache(parts), "cuda")
     args[:2] = [args[0].bfloat16(), args[1].bfloat16()]
     want = gqa_attention_triton(*args)
     graph = torch.cuda.CUDAGraph()

@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from specgen.kernels import linear as linear_module
-from specgen.kernels.linear import batched_linear, cpu_linear_mode, item_product, linear, linear_triton
+from specgen.kernels.linear import (
+    batched_linear,
+    cpu_linear_mode,
+    item_product,
+    linear,
+    linear_logits,
+    linear_triton,
+)
+from specgen.worker.worker import make_products_exact
 
 Subsets = Callable[[int], Iterator[torch.Tensor]]
 
@@ -115,3 +123,22 @@ def test_kernel_is_the_product_and_keeps_rows(kernel_device: str, row_subsets: S
     torch.testing.assert_close(whole, (x.double() @ weight.double().T).float())
     for rows in list(row_subsets(70))[::9]:
         assert torch.equal(linear_triton(x[rows.to(kernel_device)], weight), whole[rows.to(kernel_device)])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="cuBLAS is meant")
+@pytest.mark.parametrize(
+    ("columns", "inner"),
+    [(129280, 2048), (3648, 2048), (2048, 2048), (22528, 2048), (2048, 11264), (4096, 7168), (152064, 3584), (512, 128)],
+)
+def test_the_law_on_the_gpu_in_bfloat16(columns: int, inner: int) -> None:
+    """Every product's rows are the same for 1 to 2048 rows, and a head's float32 logits round to them."""
+    make_products_exact()
+    torch.manual_seed(0)
+    weight = torch.randn(columns, inner, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(2048, inner, device="cuda", dtype=torch.bfloat16)
+    whole, logits = linear(x, weight), linear_logits(x, weight)
+    assert torch.equal(logits.bfloat16(), whole)
+    for rows in [*range(1, 40), 48, 63, 64, 65, 96, 127, 128, 129, 200, 256, 300, 512, 777, 1024, 1500, 2047]:
+        assert torch.equal(linear(x[:rows], weight), whole[:rows]), rows
+        assert torch.equal(linear_logits(x[:rows], weight), logits[:rows]), rows

@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from specgen.kernels import moe_experts as module
+from specgen.kernels.float8_linear import Float8Weight, dequantize_rows, quantize_rows
 from specgen.kernels.moe_experts import (
     ExpertRows,
+    ExpertScales,
     moe_experts,
     moe_experts_grouped,
     moe_experts_torch,
@@ -89,6 +91,35 @@ def test_kernel_is_the_twin_in_half_precision(kernel_device: str) -> None:
     torch.testing.assert_close(got, _by_choice(moe_experts_torch(*case, 1), ids), rtol=2**-5, atol=2**-5)
 
 
+@pytest.mark.parametrize("use_kernel", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_tokens", [1, 19, 37, 0])
+def test_float8_weights_are_those_values(
+    kernel_device: str, num_tokens: int, dtype: torch.dtype, use_kernel: bool
+) -> None:
+    x, ids, w13, w2 = _case(num_tokens, 48, 40, 8, 2, num_shared=1)
+    w2 = w2 * torch.logspace(-2, 2, 48)[:, None]
+    held = quantize_rows(w13), quantize_rows(w2)
+    want = _naive(x.to(dtype).float(), ids, *(dequantize_rows(part, torch.float32) for part in held))
+    run, device = (moe_experts_triton, kernel_device) if use_kernel else (moe_experts_torch, "cpu")
+    (w13, scale13), (w2, scale2) = (Float8Weight(*(t.to(device) for t in part)) for part in held)
+    out = run(x.to(device, dtype), ids.to(device), w13, w2, 1, ExpertScales(scale13, scale2))
+    assert out.rows.dtype == dtype
+    # float32 sums, or what is rounded to 8 bits on the way: relative to the size of a column's products
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-5
+    error = (_by_choice(out, ids).cpu().float() - want).abs()
+    assert (error <= tolerance * (want.abs() + torch.logspace(-2, 2, 48))).all()
+
+
+def test_float8_activations_beyond_float16_are_cut(kernel_device: str) -> None:
+    x = torch.full((1, 16), 200.0, device=kernel_device).bfloat16()
+    w13, scale13 = quantize_rows(torch.full((1, 32, 16), 4.0, device=kernel_device))
+    w2, scale2 = quantize_rows(torch.full((1, 16, 16), 2**-8, device=kernel_device))
+    ids = torch.zeros(1, 1, dtype=torch.int32, device=kernel_device)
+    out = moe_experts_triton(x, ids, w13, w2, 0, ExpertScales(scale13, scale2))
+    assert torch.allclose(out.rows.float(), torch.tensor(65504 / 16, device=kernel_device), rtol=2**-7)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_alone_is_the_row_in_company(
     threads: int, row_subsets: Callable[[int], Iterator[torch.Tensor]], dtype: torch.dtype
@@ -105,6 +136,14 @@ def test_kernel_rows_alone(kernel_device: str) -> None:
     whole = _by_choice(moe_experts_triton(x, ids, w13, w2, 1), ids)
     for rows in (slice(0, 1), slice(40, 41), slice(3, 22), slice(7, 41)):
         assert torch.equal(_by_choice(moe_experts_triton(x[rows], ids[rows], w13, w2, 1), ids[rows]), whole[rows])
+
+
+@pytest.mark.parametrize("by_tma", [False, True])
+def test_kernel_with_and_without_tma(kernel_device: str, monkeypatch: pytest.MonkeyPatch, by_tma: bool) -> None:
+    monkeypatch.setattr(module, "_TILES", {16: (16, 16, by_tma, 4, 2)})
+    case = _case(37, 40, 24, 6, 2, favourite=0.4, num_shared=1)  # columns and inner sizes that no block divides
+    got = _by_choice(moe_experts_triton(*(tensor.to(kernel_device) for tensor in case), 1), case[1]).cpu()
+    torch.testing.assert_close(got, _naive(*case), rtol=1e-4, atol=1e-5)
 
 
 def test_placing_scans_in_pieces(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,5 +192,11 @@ def test_wrong_arguments_are_refused() -> None:
         moe_experts(x, ids, w13[:, :-1], w2)
     with pytest.raises(ValueError, match="contiguous"):
         moe_experts(x, ids, w13.transpose(1, 2).contiguous().transpose(1, 2), w2)
-    with pytest.raises(ValueError, match="num_shared: expected 0..2, got 3"):
+    with pytest.raises(ValueError, match=r"num_shared: expected 0\.\.2, got 3"):
         moe_experts(x, ids, w13, w2, 3)
+    scales = ExpertScales(torch.ones(4, 32), torch.ones(4, 16))
+    with pytest.raises(ValueError, match="w13: expected dtype"):
+        moe_experts(x, ids, w13, w2, 0, scales)
+    w13, w2 = quantize_rows(w13).values, quantize_rows(w2).values
+    with pytest.raises(ValueError, match=r"scales.w2: expected shape"):
+        moe_experts(x, ids, w13, w2, 0, ExpertScales(scales.w13, torch.ones(4, 15)))

@@ -38,6 +38,7 @@ class TargetModel(Protocol):
     config: Any
     embed_tokens: Any
     lm_head: Any
+    norm: Any
     head_reads_normed: bool
 
     def __call__(self, input_ids: torch.Tensor, context: AttentionContext, kv_caches: torch.Tensor) -> torch.Tensor:
@@ -64,11 +65,17 @@ class DraftModel(Protocol):
     """Draft layers: what `MTPSpeculator` runs."""
 
     embed_tokens: Any
+    layers: Any
     heads: Any
 
     @property
     def num_layers(self) -> int:
         """Draft layers; draft step s runs layer s mod this."""
+        ...
+
+    @property
+    def kv_width(self) -> int:
+        """Elements that one token occupies in the KV cache of one draft layer."""
         ...
 
     def __call__(

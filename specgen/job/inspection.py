@@ -1,0 +1,296 @@
+"""What is in a model's folder: its shape, its tensors, its tokens, what fits on the devices here, and its draft head.
+
+Reads headers and small files; loads weights only to test the draft head, if there is one and the device has the room.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from specgen.errors import SpecgenError
+from specgen.models.checkpoint import Checkpoint
+from specgen.models.config import ModelConfig, load_config_json, read_config
+from specgen.models.deepseek_v3 import MoE
+from specgen.models.families import Family, find_family
+from specgen.models.head_folder import build_head, read_head
+from specgen.models.head_health import TEXTS, HeadHealth, measure_head
+from specgen.models.loading import load_model
+from specgen.models.weights import Plan
+from specgen.tokenizer import Tokenizer, read_json
+from specgen.worker.memory import available_memory
+
+_META = torch.device("meta")
+_SHARE = 0.85  # of a device's memory that weights and KV may have, as engine.memory_fraction has it
+_TEST_TOKENS = 256
+
+
+class Device(NamedTuple):
+    """A device and its memory in bytes, the part that is free among it."""
+
+    name: str
+    total: int
+    free: int
+
+
+class StopToken(NamedTuple):
+    """A token that ends a row, and the files that say so."""
+
+    token_id: int
+    text: str | None
+    origins: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Inspection:
+    """A model, counted. Sizes in bytes; parameters as they are held, a tied head once.
+
+    draft_layers: that the checkpoint, or the head's folder, really holds. stored: bytes by dtype. weight_bytes,
+    kv_bytes_per_token: in `dtype`, draft layers included. kv_tokens: that fit beside the weights on the first device.
+    tensor_parallel: how many such devices hold the weights; 1 if one does. problems: what stops a run.
+    """
+
+    folder: str
+    model_type: str
+    layers: int
+    draft_layers: int
+    vocab_size: int
+    max_tokens: int
+    parameters: int
+    active_parameters: int
+    draft_parameters: int
+    stored: dict[str, int]
+    dtype: str
+    weight_bytes: int
+    kv_bytes_per_token: int
+    devices: list[Device]
+    kv_tokens: int
+    tensor_parallel: int
+    stop_tokens: list[StopToken] = field(default_factory=list)
+    prefix_ids: list[int] = field(default_factory=list)
+    chat_template: str | None = None
+    generation_config: dict[str, Any] = field(default_factory=dict)
+    head: HeadHealth | None = None
+    head_note: str | None = None
+    problems: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, as plain values."""
+        content = asdict(self)
+        content["devices"] = [device._asdict() for device in self.devices]
+        content["stop_tokens"] = [token._asdict() for token in self.stop_tokens]
+        content["head"] = self.head._asdict() | {"problem": self.head.problem} if self.head is not None else None
+        return content
+
+
+class _Parts(NamedTuple):
+    """Target and draft layers without memory, and where their tensors go."""
+
+    target: Any
+    draft: Any
+    target_plan: Plan
+    draft_plan: Plan
+    draft_layers: int
+    problems: list[str]
+
+
+def inspect_model(
+    folder: Path, head_folder: Path | None, dtype: torch.dtype, device: torch.device, *, self_test: bool
+) -> Inspection:
+    """Return what is in `folder`; `head_folder` is of a draft head in place of the model's own.
+
+    Raises: ModelError if the folder is none of a model that is supported.
+    """
+    config, checkpoint = read_config(folder), Checkpoint(folder)
+    parts = _parts(config, checkpoint, head_folder, dtype)
+    total, active = _count(parts.target)
+    draft = sum(p.numel() for p in _own(parts)) if parts.draft is not None else 0
+    draft_width = parts.draft.kv_width * parts.draft_layers if parts.draft is not None else 0
+    kv = (config.kv_width * config.num_hidden_layers + draft_width) * dtype.itemsize
+    weight_bytes = (total + draft) * dtype.itemsize
+    devices = _devices(device)
+    room = devices[0].free * _SHARE
+    found = Inspection(
+        folder=str(folder),
+        model_type=config.model_type,
+        layers=config.num_hidden_layers,
+        draft_layers=parts.draft_layers,
+        vocab_size=config.vocab_size,
+        max_tokens=config.max_position_embeddings,
+        parameters=total,
+        active_parameters=active,
+        draft_parameters=draft,
+        stored=_stored(checkpoint),
+        dtype=str(dtype).removeprefix("torch."),
+        weight_bytes=weight_bytes,
+        kv_bytes_per_token=kv,
+        devices=devices,
+        kv_tokens=max(0, int(room - weight_bytes) // kv),
+        tensor_parallel=_devices_needed(weight_bytes, devices[0].total * _SHARE),
+        problems=parts.problems,
+    )
+    tokenizer = _read_tokens(found, folder)
+    if parts.draft is None:
+        found.head_note = "no draft layers: plain decoding, or a head from a second folder"
+    elif found.problems or tokenizer is None:
+        found.head_note = "the draft head was not tested: the model cannot be run as it is"
+    elif not self_test:
+        found.head_note = "the draft head was not tested: that was not wanted"
+    elif weight_bytes > room:
+        found.head_note = "the draft head was not tested: the weights don't fit here"
+    else:
+        found.head = _test_head(folder, head_folder, config, tokenizer, parts.draft_layers, dtype, device)
+    return found
+
+
+def _parts(config: ModelConfig, checkpoint: Checkpoint, head_folder: Path | None, dtype: torch.dtype) -> _Parts:
+    family = find_family(config.model_type)
+    target = family.build(config, 1, dtype, _META)
+    plan, problems = family.plan(target), []
+    draft, draft_plan, num_layers = None, {}, 0
+    if head_folder is not None:
+        head = read_head(head_folder, config, 1)
+        num_layers = head.config.num_nextn_predict_layers
+        built = build_head(head, target, num_layers, 1, dtype, _META)
+        draft, draft_plan = built.head, built.plan
+        problems += _problems(draft_plan, head.checkpoint)
+    else:
+        num_layers = _own_draft_layers(family, config, checkpoint)
+        if num_layers < config.num_nextn_predict_layers:
+            problems.append(
+                f"config.json promises {config.num_nextn_predict_layers} draft layers, the files hold {num_layers}: a "
+                "converter may have dropped them; plain decoding works"
+            )
+        if num_layers:
+            assert family.draft is not None
+            draft = family.draft.build(target, num_layers, checkpoint.names, dtype, _META)
+            draft_plan = family.draft.plan(draft, config, checkpoint.names)
+            problems += _problems(draft_plan, checkpoint)
+    return _Parts(target, draft, plan, draft_plan, num_layers, [*_problems(plan, checkpoint), *problems])
+
+
+def _own_draft_layers(family: Family, config: ModelConfig, checkpoint: Checkpoint) -> int:
+    """How many of the promised draft layers have tensors."""
+    if family.draft is None:
+        return 0
+    prefixes = [family.draft.prefix(config, i) for i in range(config.num_nextn_predict_layers)]
+    return sum(any(name.startswith(prefix) for name in checkpoint.names) for prefix in prefixes)
+
+
+def _problems(plan: Plan, checkpoint: Checkpoint) -> list[str]:
+    """Tensors that are missing or of another shape, the first of each kind."""
+    problems = []
+    missing = sorted(plan.keys() - checkpoint.names)
+    if missing:
+        problems.append(f"{len(missing)} tensors are missing, the first is {missing[0]!r}")
+    wrong = sorted(n for n in plan.keys() & checkpoint.names if checkpoint.tensors[n].shape != plan[n].shape)
+    if wrong:
+        have, want = checkpoint.tensors[wrong[0]], plan[wrong[0]]
+        problems.append(
+            f"{len(wrong)} tensors have another shape, the first is {wrong[0]!r} in {have.path.name}: "
+            f"{list(have.shape)}, and config.json asks for {list(want.shape)}"
+        )
+    return problems
+
+
+def _count(target: torch.nn.Module) -> tuple[int, int]:
+    """Parameters, and those that one token uses."""
+    total = sum(p.numel() for p in target.parameters())
+    idle = 0.0
+    for part in target.modules():
+        if isinstance(part, MoE):
+            c = part.config
+            routed = (part.w13.numel() + part.w2.numel()) * c.n_routed_experts
+            routed //= c.n_routed_experts + c.n_shared_experts
+            idle += routed * (1 - c.num_experts_per_tok / c.n_routed_experts)
+    return total, total - round(idle)
+
+
+def _own(parts: _Parts) -> list[torch.nn.Parameter]:
+    """The draft layers' parameters that are not the target's."""
+    shared = {id(p) for p in parts.target.parameters()}
+    return [p for p in parts.draft.parameters() if id(p) not in shared]
+
+
+def _stored(checkpoint: Checkpoint) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for tensor in checkpoint.tensors.values():
+        sizes[tensor.dtype_name] = sizes.get(tensor.dtype_name, 0) + tensor.num_bytes
+    return dict(sorted(sizes.items()))
+
+
+def _devices(device: torch.device) -> list[Device]:
+    if device.type != "cuda":
+        total, free = available_memory()
+        return [Device("CPU", total, free)]
+    found = []
+    for i in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(i)
+        found.append(Device(torch.cuda.get_device_name(i), total, free))
+    return found
+
+
+def _devices_needed(weight_bytes: int, room: float) -> int:
+    """The least power of two of devices that hold the weights and a tenth of their memory's share for KV."""
+    count = 1
+    while weight_bytes / count > 0.9 * room and count < 1024:
+        count *= 2
+    return count
+
+
+def _read_tokens(found: Inspection, folder: Path) -> Tokenizer | None:
+    """Fills in tokens, chat template and generation_config; None if the tokenizer cannot be read."""
+    found.generation_config = {
+        key: value
+        for key, value in read_json(folder / "generation_config.json").items()
+        if key not in ("_from_model_config", "transformers_version")
+    }
+    declared = read_json(folder / "tokenizer_config.json")
+    if (folder / "chat_template.jinja").is_file():
+        found.chat_template = "chat_template.jinja"
+    elif declared.get("chat_template"):
+        found.chat_template = "tokenizer_config.json"
+    try:
+        tokenizer = Tokenizer(folder)
+    except SpecgenError as error:
+        found.problems.append(str(error))
+        return None
+    found.prefix_ids = list(tokenizer.prefix_ids)
+    origins: dict[int, list[str]] = {}
+    for name, values in (
+        ("config.json", load_config_json(folder)),
+        ("generation_config.json", read_json(folder / "generation_config.json")),
+    ):
+        ids = values.get("eos_token_id")
+        for token_id in ids if isinstance(ids, list) else [ids]:
+            if isinstance(token_id, int) and not isinstance(token_id, bool):
+                origins.setdefault(token_id, []).append(name)
+    token = declared.get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    token_id = tokenizer.token_to_id(text) if isinstance(text, str) else None
+    if token_id is not None:
+        origins.setdefault(token_id, []).append("tokenizer_config.json")
+    found.stop_tokens = [
+        StopToken(token_id, tokenizer.token_text(token_id) or None, tuple(names))
+        for token_id, names in sorted(origins.items())
+    ]
+    return tokenizer
+
+
+def _test_head(
+    folder: Path,
+    head_folder: Path | None,
+    config: ModelConfig,
+    tokenizer: Tokenizer,
+    num_layers: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> HeadHealth:
+    limit = min(_TEST_TOKENS, config.max_position_embeddings)
+    num_drafts = max(num_layers, 3)
+    model = load_model(folder, config, num_drafts, limit, dtype, device, None, head_folder)
+    assert model.mtp is not None
+    return measure_head(model.target, model.mtp, [tokenizer.encode(text)[:limit] for text in TEXTS], num_drafts)

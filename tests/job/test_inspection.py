@@ -1,0 +1,93 @@
+"""`specgen inspect`: what is counted and found in a folder, and what stops a run there."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_dense import config_of, random_head, random_weights, write_folder
+
+from specgen.cli.main import main
+from specgen.job.inspection import Inspection, inspect_model
+from specgen.model_path import resolve_model
+
+CPU = torch.device("cpu")
+
+
+def inspect(folder: Path, head: Path | None = None) -> Inspection:
+    return inspect_model(folder, head, torch.float32, CPU, self_test=False)
+
+
+def test_the_bundled_model() -> None:
+    found = inspect_model(resolve_model("stories-7m"), None, torch.float32, CPU, self_test=True)
+    stored = load_file(resolve_model("stories-7m") / "model.safetensors")
+    assert found.parameters + found.draft_parameters == sum(t.numel() for t in stored.values())
+    # three layers of eight routed experts, of which a token uses two
+    assert found.parameters - found.active_parameters == 3 * 6 * 3 * 256 * 128
+    assert sum(found.stored.values()) == sum(t.nbytes for t in stored.values())
+    assert found.kv_bytes_per_token == 5 * (64 + 16) * 4
+    assert [(t.token_id, len(t.origins)) for t in found.stop_tokens] == [(1, 3)]
+    assert found.head is not None and found.head.problem is None
+    assert not found.problems
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "glm4_moe", "mimo"])
+def test_parameters_are_those_of_the_files(tmp_path: Path, family: str) -> None:
+    found = inspect(write_folder(tmp_path, config_of(family)))
+    sizes = {name: tensor.numel() for name, tensor in random_weights(config_of(family)).items()}
+    assert found.parameters + found.draft_parameters == sum(sizes.values())
+    assert bool(found.draft_parameters) == (family in ("glm4_moe", "mimo")) == bool(found.draft_layers)
+
+
+def test_a_tied_head_counts_once_and_a_head_folder_counts_its_own(tmp_path: Path) -> None:
+    config = config_of("llama", tie_word_embeddings=True)
+    head_config = config_of("llama", num_nextn_predict_layers=1)
+    head = write_folder(tmp_path / "head", head_config, random_head(head_config), file="mtp")
+    found = inspect(write_folder(tmp_path / "model", config), head)
+    assert found.parameters == sum(t.numel() for t in random_weights(config).values())
+    assert found.draft_parameters == sum(t.numel() for t in random_head(head_config).values())
+
+
+def test_what_stops_a_run_is_told_at_once(tmp_path: Path) -> None:
+    """U06, and a missing and a wrong tensor beside it."""
+    weights = random_weights(config_of("mimo"))
+    kept = {name: tensor for name, tensor in weights.items() if "mtp_layers" not in name}
+    kept["model.norm.weight"] = torch.ones(47)
+    del kept["model.layers.1.mlp.up_proj.weight"]
+    problems = "\n".join(inspect(write_folder(tmp_path, config_of("mimo"), kept)).problems)
+    assert "1 tensors are missing, the first is 'model.layers.1.mlp.up_proj.weight'" in problems
+    assert "'model.norm.weight' in model.safetensors: [47], and config.json asks for [48]" in problems
+    assert "promises 1 draft layers, the files hold 0" in problems
+
+
+def test_more_devices_than_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_folder(tmp_path, config_of("llama"))
+    weights = inspect(folder).weight_bytes
+    monkeypatch.setattr("specgen.job.inspection.available_memory", lambda: (weights // 3, weights // 3))
+    found = inspect(folder)
+    assert (found.tensor_parallel, found.kv_tokens) == (2 ** math.ceil(math.log2(3 / 0.85 / 0.9)), 0)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "stories-7m"]) == 0
+    shown = capsys.readouterr().out
+    assert "5.75 M, 3.98 M active, and 1.13 M in the draft layers" in shown
+    assert "draft head        works: agrees with the model at 39%" in shown
+    assert main(["inspect", "stories-7m", "--no-self-test", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["draft_layers"] == 1
+
+
+def test_strict_refuses_a_head_of_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = resolve_model("stories-7m")
+    for path in source.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    weights = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.4.eh_proj.weight"
+    save_file(weights | {name: weights[name].roll(256, 1).contiguous()}, tmp_path / "model.safetensors")
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert main(["inspect", str(tmp_path), "--strict"]) == 2
+    assert "inputs of its projection in the other order" in capsys.readouterr().err.replace("\n", " ")
