@@ -90,9 +90,7 @@ def _measure(
     def make_engine(side: Recipe, drafting: "Drafting") -> "EngineClient":
         return EngineClient.create(side, folder, eos, drafting=drafting)
 
-    return measure_acceptance(
-        recipe, list(temperatures) or [None], make_rows, make_engine, on_progress=Console().note
-    )
+    return measure_acceptance(recipe, list(temperatures) or [None], make_rows, make_engine, on_progress=Console().note)
 
 
 def _show(found: "Sequence[Acceptance]", *, to_stderr: bool) -> None:

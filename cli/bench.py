@@ -247,6 +247,7 @@ def _check_peer(recipe: Recipe, shapes: "Sequence[Shape]") -> None:
 
 def _measure(setup: BenchSetup, shapes: "Sequence[Shape]") -> "BenchResult":
     from specgen.job.bench import BenchPlan, read_bench_rows, rows_workload, run_bench, shape_workload
+    from specgen.job.prompts import chat_template_of
     from specgen.worker.trace import prepare_profiler
 
     flags, recipe, console = setup.flags, setup.recipe, Console()
@@ -261,7 +262,8 @@ def _measure(setup: BenchSetup, shapes: "Sequence[Shape]") -> "BenchResult":
     if tokenizer is None:
         workloads = [shape_workload(shape) for shape in shapes]
     else:
-        workloads = [rows_workload(read_bench_rows(recipe, flags.num_rows), tokenizer)]
+        template = chat_template_of(recipe, setup.folder, needed=recipe.input.messages is not None)
+        workloads = [rows_workload(read_bench_rows(recipe, flags.num_rows), tokenizer, template)]
     if flags.trace_path is not None:
         prepare_profiler()
     plan = BenchPlan(

@@ -57,9 +57,9 @@ _BENCH_COLUMNS = (
 
 
 _ACCEPTANCE_WAYS = (
-    "shared: drafts with the target's own noise, judged strictly, as a run has them. unprocessed: the same, but penalties"
-    " and filters do not act on drafts (only shown if a row has any). argmax: the draft layer's likeliest tokens, judged"
-    " strictly. ratio: speculation.method: ratio."
+    "shared: drafts with the target's own noise, judged strictly, as a run has them. unprocessed: the same, but"
+    " penalties and filters do not act on drafts (only shown if a row has any). argmax: the draft layer's likeliest"
+    " tokens, judged strictly. ratio: speculation.method: ratio."
 )
 
 
@@ -420,7 +420,10 @@ def acceptance(
     temperatures: Annotated[
         list[float] | None,
         typer.Option(
-            "--temperature", "-t", help="Run all rows at it; may be repeated. [default: the rows' own]", show_default=False
+            "--temperature",
+            "-t",
+            help="Run all rows at it; may be repeated. [default: the rows' own]",
+            show_default=False,
         ),
     ] = None,
     sets: Sets = None,

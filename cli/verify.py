@@ -51,7 +51,8 @@ def verify_recipe(recipe_path: Path, *, against: str, sets: Sequence[str], num_r
         raise RecipeError("verify needs model.path and input.path", where=str(recipe_path))
     if recipe.speculation.method != "exact":
         raise RecipeError(
-            f"verify compares tokens, and speculation.method: {recipe.speculation.method} does not promise the plain ones",
+            f"verify compares tokens, and speculation.method: {recipe.speculation.method} does not promise the plain"
+            " ones",
             where=recipe.origins.get("speculation.method", str(recipe_path)),
             hint="--set speculation.method=exact",
         )

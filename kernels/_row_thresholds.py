@@ -251,7 +251,9 @@ def _search_row(
     bottom = tl.minimum(tl.min(lowest, axis=0), top)
 
     # The threshold is in (low, high], or `bottom`: the sum above `low` reaches what is wanted, above `high` it doesn't.
-    low = tl.maximum(bottom, top - 31.0) if BY_MASS else bottom
+    low = bottom
+    if BY_MASS:  # what is further down weighs nothing; strictly below `top`, however large that is
+        low = tl.maximum(bottom, tl.minimum(top - 31.0, _value(_key(top) - 1)))
     high = top
     left = tl.full([], 0, tl.int32) + vocab_size
     above = tl.full([], 0, tl.int64)

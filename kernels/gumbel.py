@@ -249,23 +249,22 @@ def _draw(logits, start, seed, position, is_random, sharpness, BLOCK: tl.constex
     at = tl.arange(0, BLOCK)
     logits = tl.where(logits != logits, float("-inf"), logits)
     best, place = tl.max(logits, axis=0, return_indices=True)
-    if is_random:
-        if best > float("-inf"):
-            logits = logits * sharpness
-            half = (_hash_of(seed, position, start + at) >> 1).to(tl.int32).to(tl.float32)
-            bits = half.to(tl.int32, bitcast=True).to(tl.float32)
-            # -log(u) <= 158 ln 2 - bits ln 2 / 2^23
-            ceiling = (logits - bits * 8.262958288192749e-08) + 109.51725387573242
-            best = tl.full([], float("-inf"), tl.float32)
+    if is_random & (best > float("-inf")):
+        logits = logits * sharpness
+        half = (_hash_of(seed, position, start + at) >> 1).to(tl.int32).to(tl.float32)
+        bits = half.to(tl.int32, bitcast=True).to(tl.float32)
+        # -log(u) <= 158 ln 2 - bits ln 2 / 2^23
+        ceiling = (logits - bits * 8.262958288192749e-08) + 109.51725387573242
+        best = tl.full([], float("-inf"), tl.float32)
+        highest, candidate = tl.max(ceiling, axis=0, return_indices=True)
+        while highest + (1e-3 + 1e-6 * tl.minimum(tl.abs(best), 1e30)) >= best:
+            score = tl.max(tl.where(at == candidate, logits, float("-inf")), axis=0)
+            score = score + _gumbel_of(seed, position, start + candidate)
+            better = (score > best) | ((score == best) & (candidate < place))
+            place = tl.where(better, candidate, place)
+            best = tl.maximum(score, best)
+            ceiling = tl.where(at == candidate, float("-inf"), ceiling)
             highest, candidate = tl.max(ceiling, axis=0, return_indices=True)
-            while highest + (1e-3 + 1e-6 * tl.minimum(tl.abs(best), 1e30)) >= best:
-                score = tl.max(tl.where(at == candidate, logits, float("-inf")), axis=0)
-                score = score + _gumbel_of(seed, position, start + candidate)
-                better = (score > best) | ((score == best) & (candidate < place))
-                place = tl.where(better, candidate, place)
-                best = tl.maximum(score, best)
-                ceiling = tl.where(at == candidate, float("-inf"), ceiling)
-                highest, candidate = tl.max(ceiling, axis=0, return_indices=True)
     return best, place
 
 

@@ -16,7 +16,7 @@ import torch
 from specgen.kernels._checks import check, check_same_device
 from specgen.kernels._mla_kernels import mla_join_kernel, mla_scores_kernel, mla_split_kernel, mla_values_kernel
 from specgen.kernels._mla_plan import KEYS, Slab, plan_slabs
-from specgen.kernels._triton import pdl, triton
+from specgen.kernels._triton import can_use_tma, descriptor, pdl, triton
 from specgen.kernels.linear import item_product, rows_keep_bits
 
 _CPU_QUERIES = 4  # query tokens a tile
@@ -197,7 +197,7 @@ def mla_attention_triton(
         return out
     heads = min(triton.next_power_of_2(num_heads), _TILE_ROWS)
     queries = _TILE_ROWS // heads
-    rank = max(16, triton.next_power_of_2(kv_lora_rank))
+    rank = max(32, triton.next_power_of_2(kv_lora_rank))
     rope = max(16, triton.next_power_of_2(width - kv_lora_rank))
     head_groups = triton.cdiv(num_heads, heads)
     splits = max(1, triton.cdiv(max_seq_len, _SPLIT_KEYS))
@@ -216,6 +216,12 @@ def mla_attention_triton(
     paged = {"BLOCK_SIZE": kv_cache.shape[1], "STEP_KEYS": _STEP_KEYS, "KEY_START": key_start}
     sizes = (num_requests, num_heads, kv_lora_rank)
     rope_width, scale_log2 = width - kv_lora_rank, scale * _LOG2_E
+    # A step's keys are one piece of the cache, and the tile's columns are the cache's.
+    by_tma = (
+        kv_cache.shape[1] % _STEP_KEYS == 0 and rank == kv_lora_rank and rope == rope_width and can_use_tma(kv_cache)
+    )
+    rows = kv_cache.view(-1, width)
+    blocks = [descriptor(rows, [_STEP_KEYS, n]) if by_tma else kv_cache for n in (rank // 2, rope)]
     for first_tile in range(0, num_tiles, tiles_a_launch):
         tiles = min(tiles_a_launch, num_tiles - first_tile)
         if is_wide:
@@ -230,9 +236,9 @@ def mla_attention_triton(
                 scale_log2, SLICE=column_slice, num_warps=4, num_stages=3, **paged, **cut,
             )  # fmt: skip
         else:
-            mla_split_kernel[(tiles, head_groups, splits)](
-                q, kv_cache, *step, out, partial, first_tile, *sizes, rope_width, scale_log2,
-                ROPE=rope, num_warps=8, num_stages=2, **paged, **cut,
+            mla_split_kernel[(tiles, head_groups, splits * 2)](
+                q, kv_cache, *blocks, *step, out, partial, first_tile, *sizes, rope_width, scale_log2,
+                ROPE=rope, BY_TMA=by_tma, num_warps=4, num_stages=2, **paged, **cut,
             )  # fmt: skip
         if splits > 1:
             mla_join_kernel[(tiles, head_groups, _TILE_ROWS)](

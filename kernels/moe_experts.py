@@ -33,7 +33,7 @@ _TILES = {
 }
 _SHARING = 64  # from this height on it suits the shared experts as well, which then need no launch of their own
 _MANY_TOKENS = 1536  # from so many on, on CUDA in half precision: torch's grouped product
-_SCAN = 1024  # pairs a step when sorting by expert
+_SCAN = 1024  # pairs a step when sorting by expert; four times that for many
 
 
 class ExpertScales(NamedTuple):
@@ -133,7 +133,7 @@ def moe_experts_grouped(x: torch.Tensor, ids: torch.Tensor, w13: torch.Tensor, w
     ends = torch.empty(num_experts, dtype=torch.int32, device=x.device)
     places = torch.empty_like(ids)
     _place_kernel[(num_experts + 1,)](
-        ids, ends, order, places, num_pairs, 0, num_experts, 0, ROWS=1, SCAN=_SCAN,
+        ids, ends, order, places, num_pairs, 0, num_experts, 0, ROWS=1, **_scan(num_pairs),
         EXPERTS=triton.next_power_of_2(num_experts), SORTED=True, **pdl(),
     )  # fmt: skip
     rows = x.index_select(0, order // ids.shape[1])
@@ -165,6 +165,11 @@ def moe_experts_triton(
     return ExpertRows(out, None)
 
 
+def _scan(num_pairs: int) -> dict[str, int]:
+    """Options of `_place_kernel` for so many pairs: fewer, wider steps for many."""
+    return {"SCAN": 4 * _SCAN, "num_warps": 8} if num_pairs > 8 * _SCAN else {"SCAN": _SCAN, "num_warps": 4}
+
+
 def _tile_height(num_pairs: int, num_experts: int) -> int:
     """A height near the mean of an expert's pairs, so that weights are read few times."""
     return next((height for height in _TILES if height * num_experts >= num_pairs), max(_TILES))
@@ -191,7 +196,7 @@ def _run_experts(
     tile_pairs = torch.empty(max_tiles * rows, dtype=torch.int32, device=x.device)
     experts = triton.next_power_of_2(w2.shape[0])
     _place_kernel[(last - first + 1,)](
-        ids, tile_expert, tile_pairs, ids, num_pairs, first, last, max_tiles, ROWS=rows, SCAN=_SCAN, EXPERTS=experts,
+        ids, tile_expert, tile_pairs, ids, num_pairs, first, last, max_tiles, ROWS=rows, EXPERTS=experts, **_scan(num_pairs),
         SORTED=False, **pdl(),
     )  # fmt: skip
     columns, step, by_tma, warps, stages = _TILES[rows]
@@ -289,9 +294,12 @@ def _grouped_kernel(
     weights: a pointer, or with BY_TMA the descriptor of all experts' rows in blocks [COLUMNS, INNER]. SCALED: they
     are FP8, and scale_ptr has a factor for each row.
     """
-    wait_for_inputs(PDL)
+    if GATED:
+        wait_for_inputs(PDL)
     tile = tl.program_id(1)
     expert = tl.load(tile_expert_ptr + tile).to(tl.int64)
+    if not GATED:
+        wait_for_inputs(PDL)  # the tiles are older than the gated product
     if expert >= 0:
         pair = tl.load(tile_pairs_ptr + tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         real = pair < num_pairs

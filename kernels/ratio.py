@@ -8,6 +8,8 @@ What is emitted follows the target's distribution, but it depends on the drafts:
 plain text.
 """
 
+import itertools
+
 import torch
 
 from specgen.kernels._checks import check, check_same_device
@@ -74,7 +76,7 @@ def ratio_sample_torch(
     slots = row_slots.tolist()
     counts, drafts = spec_count.tolist(), draft_ids.tolist()
     lots = uniforms(seeds[row_slots.long().clamp(min=0)], positions).tolist()
-    for n, (slot, following) in enumerate(zip(slots, slots[1:], strict=False)):
+    for n, (slot, following) in enumerate(itertools.pairwise(slots)):
         if slot < 0 or following != slot or drafts[n + 1] < 0 or counts[n] >= draft_logits.shape[1]:
             continue
         if not temperature[slot] > 0:

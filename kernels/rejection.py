@@ -1,13 +1,15 @@
 """Strict verification: accept drafts while they equal the token the target sampled, and count what that leaves.
 
-Knows: ids and row ranges. Doesn't know logits, noise or probabilities: the target's tokens were sampled before, one a
-row.
+Knows: ids, row ranges, and which ids and lengths end a row. Doesn't know logits, noise or probabilities: the target's
+tokens were sampled before, one a row.
 """
 
 import torch
 
 from specgen.kernels._checks import check, check_same_device
 from specgen.kernels._triton import tl, triton
+
+_BLOCK = 256
 
 
 def rejection_sample(
@@ -85,79 +87,187 @@ def rejection_sample_triton(
 
 
 def get_num_sampled_and_rejected(
+    sampled: torch.Tensor,
     num_sampled: torch.Tensor,
     seq_lens: torch.Tensor,
     cu_num_logits: torch.Tensor,
     idx_mapping: torch.Tensor,
+    *,
     prefill_len: torch.Tensor,
+    total_len: torch.Tensor,
+    max_total_len: torch.Tensor,
+    end_mask: torch.Tensor,
+    finished: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `(num_sampled [B] int32, num_rejected [B] int32)`: what counts after a step; the inputs stay as they are.
+    """Return `(num_sampled [B] int32, num_rejected [B] int32)`: what counts after a step, and mark who is finished.
 
-    An unfinished prefill (`seq_lens < prefill_len[slot]`) and a padded row (slot -1) have sampled and rejected
-    nothing; else rejected = logits rows - sampled. `num_sampled`, `seq_lens`, `idx_mapping [B] int32`, `cu_num_logits
-    [B+1] int32`, `prefill_len [R] int32`. Raises: ValueError on a wrong dtype, shape or layout.
+    An unfinished prefill (`seq_lens < prefill_len[slot]`) and a padded row (slot -1) have sampled and rejected nothing.
+    A row ends with the first of its tokens `sampled [B, K+1] int64` that is in the slot's set `end_mask [R, ceil(V/32)]
+    int32` (bit v % 32 of word v // 32) or brings it to `max_total_len` tokens, `total_len` of which it had: what is
+    behind counts no more, and `finished[slot]` becomes 1, in place. Rejected = logits rows - sampled. `num_sampled`,
+    `seq_lens`, `idx_mapping [B] int32`, `cu_num_logits [B+1] int32`, all `*_len`, `finished [R] int32`.
+    Raises: ValueError on a wrong dtype, shape or layout.
     """
-    num_reqs = num_sampled.shape[0]
+    num_reqs, num_slots = num_sampled.shape[0], prefill_len.shape[0]
+    check("sampled", sampled, torch.int64, num_reqs, None)
     check("num_sampled", num_sampled, torch.int32, num_reqs)
     check("seq_lens", seq_lens, torch.int32, num_reqs)
     check("cu_num_logits", cu_num_logits, torch.int32, num_reqs + 1)
     check("idx_mapping", idx_mapping, torch.int32, num_reqs)
-    check("prefill_len", prefill_len, torch.int32, None)
-    check_same_device(
-        num_sampled=num_sampled,
-        seq_lens=seq_lens,
-        cu_num_logits=cu_num_logits,
-        idx_mapping=idx_mapping,
-        prefill_len=prefill_len,
-    )
+    check("prefill_len", prefill_len, torch.int32, num_slots)
+    check("total_len", total_len, torch.int32, num_slots)
+    check("max_total_len", max_total_len, torch.int32, num_slots)
+    check("end_mask", end_mask, torch.int32, num_slots, None)
+    check("finished", finished, torch.int32, num_slots)
+    check_same_device(num_sampled=num_sampled, idx_mapping=idx_mapping, end_mask=end_mask, finished=finished)
     op = get_num_sampled_and_rejected_triton if num_sampled.is_cuda else get_num_sampled_and_rejected_torch
-    return op(num_sampled, seq_lens, cu_num_logits, idx_mapping, prefill_len)
+    return op(
+        sampled,
+        num_sampled,
+        seq_lens,
+        cu_num_logits,
+        idx_mapping,
+        prefill_len=prefill_len,
+        total_len=total_len,
+        max_total_len=max_total_len,
+        end_mask=end_mask,
+        finished=finished,
+    )
 
 
 def get_num_sampled_and_rejected_torch(
+    sampled: torch.Tensor,
     num_sampled: torch.Tensor,
     seq_lens: torch.Tensor,
     cu_num_logits: torch.Tensor,
     idx_mapping: torch.Tensor,
+    *,
     prefill_len: torch.Tensor,
+    total_len: torch.Tensor,
+    max_total_len: torch.Tensor,
+    end_mask: torch.Tensor,
+    finished: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what `get_num_sampled_and_rejected` returns, by torch operations."""
-    counts = (idx_mapping >= 0) & (seq_lens >= prefill_len[idx_mapping.long().clamp(min=0)])
-    return num_sampled * counts, (cu_num_logits.diff() - num_sampled) * counts
+    slots = idx_mapping.long().clamp(min=0)
+    counts = (idx_mapping >= 0) & (seq_lens >= prefill_len[slots])
+    column = torch.arange(sampled.shape[1])
+    word = end_mask[slots[:, None], (sampled // 32).clamp(min=0)]
+    ends = ((word >> (sampled % 32)) & 1).bool()
+    ends |= total_len[slots, None] + column + 1 >= max_total_len[slots, None]
+    ends &= (column < num_sampled[:, None]) & counts[:, None]
+    first = torch.where(ends, column + 1, sampled.shape[1] + 1).amin(dim=1)
+    kept = torch.minimum(num_sampled, first) * counts
+    finished[slots[ends.any(dim=1)]] = 1
+    return kept.int(), ((cu_num_logits.diff() - kept) * counts).int()
 
 
 @triton.jit
 def _num_sampled_and_rejected_kernel(
     out_sampled_ptr,
     out_rejected_ptr,
+    sampled_ptr,
+    sampled_stride,
     num_sampled_ptr,
     seq_lens_ptr,
     cu_num_logits_ptr,
     idx_mapping_ptr,
     prefill_len_ptr,
+    total_len_ptr,
+    max_total_len_ptr,
+    end_mask_ptr,
+    end_mask_stride,
+    finished_ptr,
+    WIDTH: tl.constexpr,
 ):
     req = tl.program_id(0).to(tl.int64)
     slot = tl.load(idx_mapping_ptr + req).to(tl.int64)
     live = slot >= 0
     prefill_len = tl.load(prefill_len_ptr + slot, mask=live, other=0)
     counts = live & (tl.load(seq_lens_ptr + req) >= prefill_len)
-    sampled = tl.load(num_sampled_ptr + req)
+    num_sampled = tl.where(counts, tl.load(num_sampled_ptr + req), 0)
+    num_left = tl.load(max_total_len_ptr + slot, mask=live, other=0)
+    num_left -= tl.load(total_len_ptr + slot, mask=live, other=0)
+    kept = 0
+    going = num_sampled > 0
+    for i in range(WIDTH):
+        token = tl.load(sampled_ptr + req * sampled_stride + i, mask=going, other=0)
+        word = tl.load(end_mask_ptr + slot * end_mask_stride + token // 32, mask=going, other=0)
+        kept += going.to(tl.int32)
+        ends = (((word >> (token % 32).to(tl.int32)) & 1) != 0) | (i + 1 >= num_left)
+        tl.store(finished_ptr + slot, 1, mask=going & ends)
+        going = going & (ends == 0) & (i + 1 < num_sampled)
     num_rows = tl.load(cu_num_logits_ptr + req + 1) - tl.load(cu_num_logits_ptr + req)
-    tl.store(out_sampled_ptr + req, tl.where(counts, sampled, 0))
-    tl.store(out_rejected_ptr + req, tl.where(counts, num_rows - sampled, 0))
+    tl.store(out_sampled_ptr + req, kept)
+    tl.store(out_rejected_ptr + req, tl.where(counts, num_rows - kept, 0))
 
 
 def get_num_sampled_and_rejected_triton(
+    sampled: torch.Tensor,
     num_sampled: torch.Tensor,
     seq_lens: torch.Tensor,
     cu_num_logits: torch.Tensor,
     idx_mapping: torch.Tensor,
+    *,
     prefill_len: torch.Tensor,
+    total_len: torch.Tensor,
+    max_total_len: torch.Tensor,
+    end_mask: torch.Tensor,
+    finished: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what `get_num_sampled_and_rejected` returns, by one program a request."""
     out_sampled, out_rejected = torch.empty_like(num_sampled), torch.empty_like(num_sampled)
     if num_sampled.shape[0]:
         _num_sampled_and_rejected_kernel[(num_sampled.shape[0],)](
-            out_sampled, out_rejected, num_sampled, seq_lens, cu_num_logits, idx_mapping, prefill_len, num_warps=1
+            out_sampled,
+            out_rejected,
+            sampled,
+            sampled.stride(0),
+            num_sampled,
+            seq_lens,
+            cu_num_logits,
+            idx_mapping,
+            prefill_len,
+            total_len,
+            max_total_len,
+            end_mask,
+            end_mask.stride(0),
+            finished,
+            WIDTH=sampled.shape[1],
+            num_warps=1,
         )
     return out_sampled, out_rejected
+
+
+def live_slots(slots: torch.Tensor, finished: torch.Tensor) -> torch.Tensor:
+    """Return `slots [N] int32` with -1, a padded row's, in place of those that are finished (`finished [R] int32`).
+
+    So that a step which was launched before the host knew of a row's end does nothing for it.
+    Raises: ValueError on a wrong dtype, shape or layout.
+    """
+    check("slots", slots, torch.int32, None)
+    check("finished", finished, torch.int32, None)
+    check_same_device(slots=slots, finished=finished)
+    return live_slots_triton(slots, finished) if slots.is_cuda else live_slots_torch(slots, finished)
+
+
+def live_slots_torch(slots: torch.Tensor, finished: torch.Tensor) -> torch.Tensor:
+    """Return what `live_slots` returns, by torch operations."""
+    return torch.where(finished[slots.long()] == 0, slots, -1)  # -1 reads the last entry, and stays
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def _live_slots_kernel(out_ptr, slots_ptr, finished_ptr, num_slots, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots_ptr + at, mask=at < num_slots, other=-1)
+    finished = tl.load(finished_ptr + slot, mask=slot >= 0, other=0)
+    tl.store(out_ptr + at, tl.where(finished == 0, slot, -1), mask=at < num_slots)
+
+
+def live_slots_triton(slots: torch.Tensor, finished: torch.Tensor) -> torch.Tensor:
+    """Return what `live_slots` returns, by one program a block of rows."""
+    out = torch.empty_like(slots)
+    if slots.shape[0]:
+        grid = (triton.cdiv(slots.shape[0], _BLOCK),)
+        _live_slots_kernel[grid](out, slots, finished, slots.shape[0], BLOCK=_BLOCK, num_warps=1)
+    return out

@@ -1,7 +1,7 @@
 """From logits to tokens in as few passes over the vocabulary as the rows need: every processor, and the draw.
 
-Knows the order of the processors (`specgen.worker.sampler` says it, and why) and the per-slot tables that they read. The
-twin calls the processors one by one, each the twin of its own file. On the device,
+Knows the order of the processors (`specgen.worker.sampler` says it) and the per-slot tables that they read. The twin
+calls the processors one by one, each the twin of its own file. On the device,
 
     touch    logit_bias, n-grams and bad words: a few tokens a row, in place
     pass 1   allowed ids, least length, penalties and temperature, on one read of the logits. A row without filters is
@@ -31,7 +31,6 @@ from specgen.kernels.penalties import apply_penalties
 from specgen.kernels.temperature import apply_temperature
 from specgen.kernels.top_k_top_p import apply_top_k_top_p
 from specgen.kernels.typical_p import apply_typical_p
-
 
 _WARPS = 8  # of a program over BLOCK logits
 
@@ -307,7 +306,7 @@ def _first_pass_kernel(
         _k, _p, _reach, is_filtered = _limits(slot, top_k_ptr, top_p_ptr, reach_ptr, vocab_size, True)
     if changed & (is_filtered | KEEP):
         tl.store(at, logits, mask=mask)
-    if FILTERS:
+    if FILTERS:  # noqa: SIM102 - decided when the kernel is compiled
         if is_filtered:
             inside = tl.where(mask, _clean(logits), float("-inf"))
             _store_stats(tops_ptr, sums_ptr, row, block, num_subs, num_blocks, inside, BLOCK, SUB)

@@ -38,13 +38,15 @@ def _check_fields(section: Any, name: str) -> None:
 class ModelSection:
     """path: a known model's name, a folder or a hub id. dtype and device: `auto` picks what the machine does well.
 
-    generation_config: whether the sampling defaults of the model's folder are taken (`use`) or not (`ignore`).
+    generation_config: whether the sampling defaults of the model's folder are taken (`use`) or not (`ignore`). float8:
+    whether dense products that a checkpoint stores in FP8 are kept so.
     """
 
     path: str | None = _key(None, checks.optional(checks.text("a bundled model's name, a folder or a hub id"), ""))
     dtype: str = _key("auto", checks.choice("auto", "float32", "bfloat16"))
     device: str = _key("auto", checks.choice("auto", "cpu", "cuda"))
     generation_config: str = _key("ignore", checks.choice("ignore", "use"))
+    float8: str = _key("dequantise", checks.choice("dequantise", "keep"))
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -56,11 +58,12 @@ class SpeculationSection:
     """num_tokens: drafts a step (K), 0 is plain decoding. method: how drafts are judged.
 
     model: a draft head in place of the model's own: a bundled head's name, a folder or a hub id. self_test: what to do
-    about a draft head that proves broken, or trained otherwise than it is run: `warn`, stop (`strict`), or `skip` the test.
+    about a draft head that proves broken, or trained otherwise than it is run: `warn`, stop (`strict`), or `skip` the
+    test.
 
-    dtype: `float8` holds the draft layers' large weights in FP8. vocab_size: drafts are chosen among so many of the lowest
-    token ids, and the special tokens: BPE gives ids out roughly in order of frequency, so that few of them make up most
-    of a text. Neither changes a token with `exact`, but how many drafts are accepted, and what they cost.
+    dtype: `float8` holds the draft layers' large weights in FP8. vocab_size: drafts are chosen among so many of the
+    lowest token ids, and the special tokens: BPE gives ids out roughly in order of frequency, so that few of them make
+    up most of a text. Neither changes a token with `exact`, but how many drafts are accepted, and what they cost.
 
     acceptance: with `synthetic`, which only `specgen bench` takes: P(the first i drafts accepted) for i from 1 up.
     """
@@ -163,8 +166,8 @@ class EngineSection:
     of the memory. async_scheduling: schedule a step while the last one runs; None is on with a GPU, where they overlap.
     cuda_graphs: decode steps as one launch each, on a GPU. group_prefixes: rows that begin alike run one after the
     other, so that more of their prompts is found in the prefix cache. watchdog_seconds: without a step for so long, the
-    run ends. exactness: `fast` lets a GPU's libraries choose their products by the number of rows, so that a row's tokens
-    may depend on the rows beside it and on its drafts.
+    run ends. exactness: `fast` lets a GPU's libraries choose their products by the number of rows, so that a row's
+    tokens may depend on the rows beside it and on its drafts.
     """
 
     max_num_seqs: int = _key(64, _count("rows at once"))

@@ -105,9 +105,9 @@ class SamplingParams:
     repetition_penalty: over prompt and output, 1 is off. frequency_penalty, presence_penalty: over the output, 0 is
     off. min_tokens: the first so many tokens do not end the row, 0 is off. max_tokens: None is "to the model's limit".
     ignore_eos: EOS ids do not end the row. stop_token_ids: further ids that do. stop: texts that do; include_stop:
-    whether the answer keeps the one that did. logprobs, prompt_logprobs: log-probabilities of each token and so many of the likeliest, None is off; logprobs_mode:
-    of the model's own logits (raw), or of what the token was drawn from (processed). n: samples of the row. seed: None
-    is "none".
+    whether the answer keeps the one that did. logprobs, prompt_logprobs: log-probabilities of each token and so many of
+    the likeliest, None is off; logprobs_mode: of the model's own logits (raw), or of what the token was drawn from
+    (processed). n: samples of the row. seed: None is "none".
 
     Raises: SamplingError naming the parameter, the value and what is allowed.
     """

@@ -164,7 +164,7 @@ def eos_token_ids(folder: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def added_token_ids(folder: Path) -> tuple[int, ...]:
-    """Return the ids that a model folder's tokenizer.json lists beside its vocabulary, special tokens above all; sorted.
+    """Return the ids that tokenizer.json lists beside the vocabulary, special tokens above all; sorted.
 
     Raises: ModelError if the file is broken; without one there are none.
     """

@@ -126,7 +126,8 @@ def test_rows_are_as_alone(model: Path, alone: Harness, group: int) -> None:
         "prefix_caching": rng.random() < 0.5,
         "async_scheduling": rng.random() < 0.5,
     }
-    harness = Harness(model, k=k, eos=EOS, max_model_len=MAX_LEN, drafter=drafter_of(rng, rows, ref) if k else None, **options)
+    drafter = drafter_of(rng, rows, ref) if k else None
+    harness = Harness(model, k=k, eos=EOS, max_model_len=MAX_LEN, drafter=drafter, **options)
     got = harness.run(rows)
     for i, (a, b) in enumerate(zip(got, ref, strict=True)):
         assert outcome(a) == outcome(b), (i, rows[i].params)
@@ -141,8 +142,9 @@ def test_rows_are_as_alone(model: Path, alone: Harness, group: int) -> None:
         preempted=harness.scheduler.num_preemptions,
         cached=sum(r.num_cached_tokens > 0 for r in got),
     )
-    TOTAL.update({f"{p.name} on": sum(getattr(r.params, p.name) != p.default for r in rows) for p in fields(SamplingParams)})
-    TOTAL.update({f"end {type(r.stop).__name__} {r.finish_reason}": 1 for r in got})
+    for param in fields(SamplingParams):
+        TOTAL[f"{param.name} on"] += sum(getattr(row.params, param.name) != param.default for row in rows)
+    TOTAL.update(f"end {type(result.stop).__name__} {result.finish_reason}" for result in got)
 
 
 def test_everything_happened_many_times() -> None:

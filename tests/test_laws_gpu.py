@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -118,3 +119,39 @@ def test_nothing_waits_for_the_device_inside_a_step(folder: Path, rows: list[Row
 
     worker.execute_model, worker.sample_tokens = guarded(execute), guarded(sample)
     harness.run(rows[:8])
+
+
+def test_log_probabilities_are_the_same_bits(folder: Path, rows: list[Row]) -> None:
+    """Raw and processed ones, and those of prompts, in company and with drafts."""
+    some = [
+        replace(
+            row,
+            params=replace(
+                row.params,
+                logprobs=[0, 3, 20, None][i % 4],
+                logprobs_mode=["raw", "processed"][i % 8 // 4],
+                prompt_logprobs=[None, 2][i % 3 // 2],
+                max_tokens=16,
+                min_tokens=0,
+            ),
+        )
+        for i, row in enumerate(rows[:64])
+    ]
+    harness = Harness(folder, k=0, max_num_seqs=1, prefix_caching=False, **OPTIONS)
+    want = [harness.run([row])[0] for row in some]
+    got = run_rows(folder, some, k=3, max_num_seqs=48, budget=256, async_scheduling=True, **OPTIONS)
+    assert_same(got, want)
+    assert [r.logprobs for r in got] == [r.logprobs for r in want]
+    assert [r.prompt_logprobs for r in got] == [r.prompt_logprobs for r in want]
+
+
+def test_by_ratio_a_run_repeats_itself_and_greedy_rows_are_plain(
+    folder: Path, rows: list[Row], ref: list[Result]
+) -> None:
+    some = slice(0, 96)
+    first = run_rows(folder, rows[some], k=3, by_ratio=True, max_num_seqs=48, **OPTIONS)
+    again = run_rows(folder, rows[some], k=3, by_ratio=True, max_num_seqs=48, **OPTIONS)
+    assert [r.token_ids for r in first] == [r.token_ids for r in again]
+    greedy = [i for i in range(96) if rows[i].params.temperature == 0]
+    assert_same([first[i] for i in greedy], [ref[i] for i in greedy])
+    assert sum(r.stats.accepted for r in first if r.stats is not None) > 0

@@ -45,7 +45,7 @@ def expected(token_ids: Sequence[int], stops: Sequence[str], min_tokens: int) ->
     return None
 
 
-TEXT = "Once upon a time, there was a little girl. She said: \"Grüße, 你好 🙂!\" Then the end came, the end."
+TEXT = 'Once upon a time, there was a little girl. She said: "Grüße, 你好 🙂!" Then the end came, the end.'
 
 
 @pytest.mark.parametrize("seed", range(40))

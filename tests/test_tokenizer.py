@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from specgen.errors import ModelError, RowError
 from specgen.model_path import resolve_model
-from specgen.tokenizer import Tokenizer, eos_token_ids
+from specgen.tokenizer import Tokenizer, added_token_ids, eos_token_ids
 
 FOLDER = resolve_model("stories-7m")
 TOKENIZER = Tokenizer(FOLDER)
@@ -95,6 +95,15 @@ def test_eos_is_the_union_of_all_that_is_declared(tmp_path: Path) -> None:
     (tmp_path / "config.json").unlink()
     (tmp_path / "tokenizer_config.json").unlink()
     assert eos_token_ids(tmp_path, Tokenizer(tmp_path)) == ()
+
+
+def test_added_tokens_are_listed_beside_the_vocabulary(tmp_path: Path) -> None:
+    assert added_token_ids(tmp_path) == ()
+    (tmp_path / "tokenizer.json").write_text('{"added_tokens": [{"id": 9, "content": "<x>"}, {"id": 2}], "model": {}}')
+    assert added_token_ids(tmp_path) == (2, 9)
+    (tmp_path / "tokenizer.json").write_text('{"added_tokens": null}')
+    assert added_token_ids(tmp_path) == ()
+    assert set(eos_token_ids(FOLDER, Tokenizer(FOLDER))) <= set(added_token_ids(FOLDER))
 
 
 def test_broken_folders_are_named(tmp_path: Path) -> None:

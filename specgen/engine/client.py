@@ -28,9 +28,9 @@ from specgen.models.weights import OnProgress
 from specgen.recipe import Recipe
 from specgen.tokenizer import added_token_ids
 from specgen.worker.labels import StepLabels
+from specgen.worker.speculator import DRAFTING, Drafting
 from specgen.worker.timing import DecodeTimes
 from specgen.worker.trace import StepTrace
-from specgen.worker.speculator import Drafting
 from specgen.worker.worker import (
     DrafterFactory,
     Worker,
@@ -88,7 +88,7 @@ class EngineClient:
         check: bool = False,
         on_load_progress: OnProgress | None = None,
         random_weights: bool = False,
-        drafting: Drafting = Drafting(),
+        drafting: Drafting = DRAFTING,
     ) -> EngineClient:
         """Loads the model in `folder` as the recipe says and starts the loop.
 
@@ -242,6 +242,7 @@ def _worker_config(recipe: Recipe, folder: Path) -> WorkerConfig:
         acceptance=recipe.speculation.acceptance,
         cuda_graphs=recipe.engine.cuda_graphs,
         tune_cpu_threads=True,
+        keeps_float8=recipe.model.float8 == "keep",
         draft_folder=resolve_head(head) if (head := recipe.speculation.model) is not None else None,
         exact=is_exact(recipe.engine.exactness, device),
     )

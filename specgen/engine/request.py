@@ -139,7 +139,7 @@ class Request:
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of prompt tokens are wanted and not there yet: no cached KV may stand in for them."""
+        """Whether log-probabilities of prompt tokens are wanted and not there yet: cached KV cannot give them."""
         return self.prompt_logprobs is not None and None in self.prompt_logprobs[1:]
 
     @property

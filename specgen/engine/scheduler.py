@@ -45,7 +45,8 @@ class SchedulerConfig:
 class NewRow(NamedTuple):
     """What the worker needs when a request takes a slot. `token_ids`: the prompt and, after preemption, the output.
 
-    `eos_token_ids`: those that end the row, like `params.stop_token_ids`.
+    `eos_token_ids`: those that end the row, like `params.stop_token_ids`. `max_total_len`: prompt and output together
+    when it ends at the latest.
     """
 
     slot: int
@@ -56,6 +57,7 @@ class NewRow(NamedTuple):
     num_computed_tokens: int
     kv_start: int
     eos_token_ids: frozenset[int] = frozenset()
+    max_total_len: int = 2**31 - 1
 
 
 class ScheduledRow(NamedTuple):
@@ -109,13 +111,15 @@ class PromptLogprobs(NamedTuple):
 class ModelRunnerOutput(NamedTuple):
     """What a step sampled: for each row, in order, its committed token ids ([] for an unfinished prefill).
 
-    `NAN_TOKEN` stands for a token that could not be sampled.
+    A row's ids stop where it ends by an end id or its length; one that ended in an earlier step has none.
+    `NAN_TOKEN` stands for a token that could not be sampled. num_accepted: how many of each row's ids were drafts.
 
     logprobs: those of each row's tokens, [] for a row that wants none; None if no row does. prompt_logprobs: by the
     index of the row.
     """
 
     sampled_token_ids: list[list[int]]
+    num_accepted: list[int]
     logprobs: list[list[TokenLogprob]] | None = None
     prompt_logprobs: Mapping[int, PromptLogprobs] = MappingProxyType({})
 
@@ -249,6 +253,7 @@ class Scheduler:
                     request.num_computed_tokens,
                     num_cached,
                     frozenset() if request.params.ignore_eos else self.config.eos_token_ids,
+                    request.num_prompt_tokens + request.max_tokens,
                 )
             )
             row = row._replace(slot=request.slot, new_blocks=list(self.kv.block_ids(request)), first_block=0)
@@ -325,13 +330,19 @@ class Scheduler:
             if (part := result.prompt_logprobs.get(b)) is not None:
                 assert request.prompt_logprobs is not None
                 request.prompt_logprobs[part.first : part.first + len(part.values)] = part.values
-            output = self._update_row(request, row, sampled, result.logprobs[b] if result.logprobs is not None else [])
+            logprobs = result.logprobs[b] if result.logprobs is not None else []
+            output = self._update_row(request, row, sampled, result.num_accepted[b], logprobs)
             if output is not None:
                 outputs.append(output)
         return outputs
 
     def _update_row(
-        self, request: Request, row: ScheduledRow, sampled: list[int], logprobs: Sequence[TokenLogprob] = ()
+        self,
+        request: Request,
+        row: ScheduledRow,
+        sampled: list[int],
+        num_accepted: int,
+        logprobs: Sequence[TokenLogprob],
     ) -> EngineOutput | None:
         request.num_steps_in_flight -= 1
         request.num_sampling_steps_in_flight -= row.samples
@@ -343,8 +354,7 @@ class Scheduler:
             request.num_output_placeholders -= 1 + row.num_draft_tokens
         kept = self._append(request, sampled)
         if row.samples:
-            num_accepted = min(len(sampled) - 1, len(kept))
-            request.stats.observe(row.num_draft_tokens, num_accepted, len(kept))
+            request.stats.observe(row.num_draft_tokens, min(num_accepted, len(kept)), len(kept))
         if request.finish_reason == "error":
             message = f"the model's logits are not numbers (NaN) at output token {request.num_output_tokens}"
             return self._fail(request, message)._replace(new_token_ids=kept, error_code="nan_logits")
@@ -368,6 +378,8 @@ class Scheduler:
             kept.append(token)
             self._check_stop(request, token)
             if request.finish_reason is not None:
+                # only strings are the host's alone to find
+                assert len(kept) == len(sampled) or request.stop_at is not None, "the device went on behind an end"
                 break
         return kept
 

@@ -24,6 +24,7 @@ from specgen.job.job import Engine
 from specgen.job.peer import PeerResult
 from specgen.job.prompts import PromptBuilder
 from specgen.job.readers import BadRow, Row, no_rows
+from specgen.job.templates import ChatTemplate
 from specgen.job.trace import idle, read_trace
 from specgen.recipe import Recipe
 from specgen.seeds import row_seed
@@ -127,11 +128,17 @@ def shape_workload(shape: Shape) -> Workload:
     return Workload(shape, requests)
 
 
-def rows_workload(rows: Sequence[Row], tokenizer: Tokenizer) -> Workload:
-    """Return the rows of a file, as a run would prompt them."""
+def rows_workload(rows: Sequence[Row], tokenizer: Tokenizer, template: ChatTemplate | None = None) -> Workload:
+    """Return the rows of a file, as a run would prompt them; `template` is for chats."""
 
     def requests(recipe: Recipe, engine: BenchEngine) -> list[EngineRequest]:
-        builder = PromptBuilder(recipe, tokenizer, max_model_len=engine.max_model_len, vocab_size=engine.vocab_size)
+        builder = PromptBuilder(
+            recipe,
+            tokenizer,
+            max_model_len=engine.max_model_len,
+            vocab_size=engine.vocab_size,
+            template=template,
+        )
         found = []
         for row in rows:
             try:

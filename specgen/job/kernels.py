@@ -128,8 +128,9 @@ def kind_of(place: Launch | None, kernel: str) -> Kind:
     if place is None:
         return "", OTHER
     part = "draft" if place.part == "draft" else "target"
-    names = [name for name, _ in place.modules]
-    classes = [kind for _, kind in place.modules]
+    modules = [(name, kind) for name, kind in place.modules if name != "wide"]  # stands in for what it is a part of
+    names = [name for name, _ in modules]
+    classes = [kind for _, kind in modules]
     leaf = names[-1] if names else ""
     if "MoE" in classes:
         return part, "experts"
@@ -141,7 +142,11 @@ def kind_of(place: Launch | None, kernel: str) -> Kind:
         return part, "mlp"
     if leaf in _PROJECTIONS:
         return part, "eh_proj"
-    if "lm_head" in names or "heads" in names or (leaf.isdigit() and classes[-1] == "Linear"):
+    if (
+        "lm_head" in names
+        or not {"Head", "CutHead"}.isdisjoint(classes)
+        or (leaf.isdigit() and "Float8Linear" in classes)
+    ):
         return part, "head"
     return (part if place.part != "sampling" else "sampling"), OTHER
 

@@ -45,7 +45,8 @@ def merge(output: str, parts: Sequence[str]) -> Manifest:
         raise InputError("there are no parts of it (NAME.1-of-N.jsonl, …)", where=output)
     manifests = [_manifest_of(part) for part in parts]
     _check_parts(parts, manifests)
-    first = manifests[0].content
+    # A shard without rows was never run, and does not know what the engine resolved.
+    first = max(manifests, key=lambda one: len(one.content["sessions"]) > 0).content
     is_batch = first["form"] == "openai-batch"
     form: Form = BatchForm(0, str) if is_batch else RecordForm(with_token_ids=False, with_truncation=False)
     num_lines = 0

@@ -168,6 +168,7 @@ class Session:
         """Put down that everything was done already."""
         self._sort_if_needed(is_complete=True)
         self.close()
+        self.target.touch()
         self.target.end(lines=0, failed=0, rows=self.counts.rows, rows_in_shard=self.counts.in_shard)
 
     def job(

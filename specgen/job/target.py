@@ -134,6 +134,11 @@ class Target:
         }
         self._manifest.write(self.path)
 
+    def touch(self) -> None:
+        """Make the output, empty, if it is not there: a shard may have no rows."""
+        if self.is_file and self.old is None:
+            self.open().close()
+
     def sort(self, form: Form) -> None:
         """Put the lines into the order of the input."""
         sort_output(self.path, form)

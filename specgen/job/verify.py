@@ -18,7 +18,7 @@ from specgen.engine.request import EngineOutput, EngineRequest
 from specgen.errors import EngineError, InputError, RowError
 from specgen.job.job import Engine
 from specgen.job.plan import RowPlanner
-from specgen.job.prompts import PromptBuilder
+from specgen.job.prompts import PromptBuilder, chat_template_of
 from specgen.job.readers import Row
 from specgen.job.verdict import NOISE_FACTOR, ROUNDING_FACTOR, TOLERANCES, Difference, RunAt, SideAt, ended, judge
 from specgen.models.config import read_config, resolve_max_model_len
@@ -177,8 +177,15 @@ def prepare_rows(recipe: Recipe, folder: Path, rows: Sequence[Row], tokenizer: T
     model = read_config(folder)
     limit = resolve_max_model_len(recipe.engine.max_model_len, model, recipe.origins.get("engine.max_model_len"))
     planner = RowPlanner(recipe)
-    builder = PromptBuilder(recipe, tokenizer, max_model_len=limit, vocab_size=model.vocab_size, planner=planner)
-    prepared = []
+    builder = PromptBuilder(
+        recipe,
+        tokenizer,
+        max_model_len=limit,
+        vocab_size=model.vocab_size,
+        template=chat_template_of(recipe, folder, needed=recipe.input.messages is not None),
+        planner=planner,
+    )
+    prepared: list[VerifyRow] = []
     for row in rows:
         try:
             plan = planner.plan(row)
@@ -215,6 +222,7 @@ def new_probe(recipe: Recipe, folder: Path, num_tokens: int) -> Probe:
             memory_fraction=recipe.engine.memory_fraction,
             num_speculative_tokens=num_spec,
             cuda_graphs=False,
+            keeps_float8=recipe.model.float8 == "keep",
             exact=is_exact(recipe.engine.exactness, device),
         )
     )
@@ -334,7 +342,8 @@ def run_rows(
 ) -> list[Answer]:
     """Return what the engine gives the rows, all of them handed over at once, in order.
 
-    where: the input's name, for messages. on_end: given each row's last output. Raises: InputError if a row fails, EngineError if the engine does.
+    where: the input's name, for messages. on_end: given each row's last output. Raises: InputError if a row fails,
+    EngineError if the engine does.
     """
     by_id = {row.request.request_id: row for row in rows}
     token_ids: dict[int, list[int]] = {request_id: [] for request_id in by_id}

@@ -19,7 +19,7 @@ from torch import nn
 from specgen.kernels.float8_linear import MAX_ROWS, float8_linear, quantize_rows
 from specgen.models.deepseek_v3 import MoE
 from specgen.models.families import DraftModel, TargetModel
-from specgen.models.layers import Linear
+from specgen.models.layers import Head, Linear
 
 # Elements of a projection from which on FP8 pays: smaller ones are read within the time of the launch it adds.
 _LARGE = 1 << 24
@@ -32,6 +32,9 @@ class CheapDrafts:
     float8: bool = False
     vocab_size: int | None = None
     extra_ids: tuple[int, ...] = ()
+
+
+AS_LOADED = CheapDrafts()  # nothing is saved
 
 
 class Float8Linear(nn.Module):
@@ -63,7 +66,7 @@ class CutHead(nn.Module):
 
     extra_ids: torch.Tensor
 
-    def __init__(self, lowest: nn.Module, extra: Linear | None, extra_ids: torch.Tensor, vocab_size: int) -> None:
+    def __init__(self, lowest: nn.Module, extra: Head | None, extra_ids: torch.Tensor, vocab_size: int) -> None:
         """`lowest` gives the logits of the first ids, `extra` those of `extra_ids`; `vocab_size` is the whole one."""
         super().__init__()
         self.lowest = lowest
@@ -78,7 +81,7 @@ class CutHead(nn.Module):
         logits = torch.full(shape, -torch.inf, dtype=torch.float32, device=hidden.device)
         logits[:, : lowest.shape[1]] = lowest
         if self.extra is not None:
-            logits[:, self.extra_ids] = self.extra(hidden).float()
+            logits[:, self.extra_ids] = self.extra(hidden)
         return logits
 
 
@@ -104,18 +107,18 @@ def _cheap_head(head: Any, is_shared: bool, options: CheapDrafts) -> nn.Module:
     kept = min(options.vocab_size or vocab_size, vocab_size)
     # the target's weight is there anyway; one of the layers' own is not kept for a part of it
     lowest = weight[:kept] if is_shared or kept == vocab_size else weight[:kept].clone()
-    linear: nn.Module = _linear_over(lowest)
+    linear: nn.Module = _head_over(lowest)
     if options.float8:
-        linear = Float8Linear(lowest, _linear_over(lowest) if is_shared else None, torch.float32)
+        linear = Float8Linear(lowest, _head_over(lowest) if is_shared else None, torch.float32)
     if kept == vocab_size:
         return linear if options.float8 else head
     extra_ids = sorted({i for i in options.extra_ids if kept <= i < vocab_size})
     rows = torch.tensor(extra_ids, dtype=torch.int64, device=weight.device)
-    return CutHead(linear, _linear_over(weight[rows]) if extra_ids else None, rows, vocab_size)
+    return CutHead(linear, _head_over(weight[rows]) if extra_ids else None, rows, vocab_size)
 
 
-def _linear_over(weight: torch.Tensor) -> Linear:
+def _head_over(weight: torch.Tensor) -> Head:
     """A product with this very weight."""
-    linear = Linear(weight.shape[1], weight.shape[0], weight.dtype, torch.device("meta"))
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    return linear
+    head = Head(weight.shape[1], weight.shape[0], weight.dtype, torch.device("meta"))
+    head.weight = nn.Parameter(weight, requires_grad=False)
+    return head

@@ -39,6 +39,7 @@ COMMON_CHECKS: dict[str, checks.Check] = {
     "max_position_embeddings": SIZE,
     "rope_theta": checks.number(1.0 + 1e-9, 1e30, wanted="a number above 1"),
     "rms_norm_eps": _POSITIVE,
+    "final_logit_softcapping": checks.optional(_POSITIVE, "null, no cap,"),
 }
 # Key of config.json -> what its value must be; rope_scaling has a check of its own.
 _CHECKS: dict[str, checks.Check] = COMMON_CHECKS | {
@@ -109,6 +110,11 @@ class ModelConfig(Protocol):
     @property
     def max_position_embeddings(self) -> int:
         """Most tokens of a sequence."""
+        ...
+
+    @property
+    def final_logit_softcapping(self) -> float | None:
+        """The cap of the logits, cap * tanh(logit / cap); None without one."""
         ...
 
     @property
@@ -204,6 +210,7 @@ class DeepseekV3Config:
     rope_scaling: Mapping[str, Any] | None
     rope_interleave: bool
     rms_norm_eps: float
+    final_logit_softcapping: float | None = None
     model_type: str = "deepseek_v3"
     scoring_func: str = "sigmoid"
     latent_norm_eps: float = 1e-6
@@ -300,7 +307,7 @@ def read_values(
     if not isinstance(rope, Mapping):
         raise ModelError(f"rope_parameters must be an object, not {checks.shown(rope)}", where=where)
     scaling = raw.get("rope_scaling") or (rope if rope.get("rope_type", "default") != "default" else None)
-    defaults = {"rope_theta": 10000.0, **defaults}
+    defaults = {"rope_theta": 10000.0, "final_logit_softcapping": None, **defaults}
     values = defaults | {name: raw[name] for name in wanted if name in raw}
     if rope.get("rope_theta") is not None:
         values["rope_theta"] = rope["rope_theta"]  # transformers 5 writes it here, and reads it here first

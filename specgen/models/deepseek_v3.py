@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from specgen.kernels.float8_linear import quantize_rows
+from specgen.kernels.block_float8_experts import BlockScales, block_float8_experts
 from specgen.kernels.linear import linear_float32
 from specgen.kernels.moe_experts import ExpertScales, moe_experts
 from specgen.kernels.moe_routing import route
@@ -41,7 +42,7 @@ class MoE(nn.Module):
         )
         self.w13 = empty_weight(num_experts, 2 * inner, c.hidden_size, dtype=dtype, device=device)
         self.w2 = empty_weight(num_experts, c.hidden_size, inner, dtype=dtype, device=device)
-        self.scales: ExpertScales | None = None
+        self.scales: ExpertScales | BlockScales | None = None
 
     def narrow_gate(self, dtype: torch.dtype) -> None:
         """Holds the router's weights in `dtype` if that loses nothing: products of the same values, at less traffic."""
@@ -50,7 +51,9 @@ class MoE(nn.Module):
             self.gate = nn.Parameter(narrow, requires_grad=False)
 
     def hold_in_float8(self) -> None:
-        """Holds the experts' weights in FP8, rounded, with a scale a row."""
+        """Holds the experts' weights in FP8, rounded, with a scale a row, unless they are in FP8 already."""
+        if self.scales is not None:
+            return
         (w13, scale13), (w2, scale2) = quantize_rows(self.w13), quantize_rows(self.w2)
         self.w13, self.w2 = nn.Parameter(w13, requires_grad=False), nn.Parameter(w2, requires_grad=False)
         self.scales = ExpertScales(scale13, scale2)
@@ -69,7 +72,10 @@ class MoE(nn.Module):
             c.n_shared_experts,
             c.scoring_func == "softmax",
         )
-        rows, places = moe_experts(x, ids, self.w13, self.w2, c.n_shared_experts, self.scales)
+        if isinstance(self.scales, BlockScales):
+            rows, places = block_float8_experts(x, ids, self.w13, self.w2, self.scales)
+        else:
+            rows, places = moe_experts(x, ids, self.w13, self.w2, c.n_shared_experts, self.scales)
         return combine_norm(rows, places, weights, residual, norm.weight, norm.eps)
 
 

@@ -47,6 +47,7 @@ class DenseConfig:
     rope_scaling: Mapping[str, Any] | None
     rms_norm_eps: float
     tie_word_embeddings: bool
+    final_logit_softcapping: float | None = None
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False

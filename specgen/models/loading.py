@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from specgen.errors import ModelError
-from specgen.models.cheap_drafts import CheapDrafts, cheapen
+from specgen.models.cheap_drafts import AS_LOADED, CheapDrafts, cheapen
 from specgen.models.config import ModelConfig
 from specgen.models.deepseek_v3 import MoE
 from specgen.models.families import DraftModel, Family, TargetModel, find_family
 from specgen.models.head_folder import build_head, read_head
+from specgen.models.kept_float8 import keep_float8
 from specgen.models.weights import Checkpoint, OnProgress, fill_random, load_weights
 
 
@@ -37,12 +39,14 @@ def load_model(
     device: torch.device,
     on_progress: OnProgress | None = None,
     draft_folder: Path | None = None,
-    cheap_drafts: CheapDrafts = CheapDrafts(),
+    cheap_drafts: CheapDrafts = AS_LOADED,
+    keeps_float8: bool = False,
 ) -> LoadedModel:
     """Builds the model on `device` and fills it, with random weights if `folder` is None.
 
     Draft layers beyond K are never run, and not loaded. `on_progress`: see `load_weights`. `draft_folder` holds a draft
     head to take in place of the model's own. `cheap_drafts`: what the draft layers are made of, once they are loaded.
+    `keeps_float8`: dense products whose tensors are stored in FP8 stay so.
 
     Raises:
         ModelError: the checkpoint lacks the draft layer that speculation needs, or does not fit its configuration.
@@ -67,6 +71,10 @@ def load_model(
         # a model of random weights brings no copies of the target's embedding and head
         mtp = family.draft.build(target, num_layers, names, dtype, device)
         plan |= family.draft.plan(mtp, config, names)
+    if checkpoint is not None and keeps_float8:
+        for part in (target, mtp):
+            if isinstance(part, nn.Module):
+                keep_float8(part, plan, checkpoint.tensors)
     if checkpoint is None:
         num_bytes = fill_random(plan, _RANDOM_SEED, dtype, on_progress)
     else:

@@ -60,6 +60,8 @@ def load_weights(
             f"{len(missing)} tensors are missing, the first is {missing[0]!r}", where=str(checkpoint.folder)
         )
     scales = scale_names(checkpoint.tensors, plan)
+    for name in [name for name in scales if plan[name].parts[0][0].dtype == torch.float8_e4m3fn]:
+        del scales[name]  # kept in FP8: the scale is a tensor of the plan
     left = [
         name
         for name in checkpoint.names - plan.keys() - set(scales.values())
@@ -97,11 +99,16 @@ def load_weights(
 def _require_finite(checkpoint: Checkpoint, plan: Plan) -> None:
     """Raises ModelError, naming the tensor, if a weight holds NaN or infinity: every token would follow from it."""
     weights = [(name, weight) for name, target in plan.items() for weight, _ in target.parts]
-    bounds = torch.stack([torch.stack(torch.aminmax(weight)).float() for _, weight in weights])
+    bounds = torch.stack([torch.stack(torch.aminmax(_comparable(weight))).float() for _, weight in weights])
     for (name, _), is_finite in zip(weights, bounds.isfinite().all(1).tolist(), strict=True):
         if not is_finite:
             where = str(checkpoint.tensors[name].path)
             raise ModelError(f"{name!r} holds NaN or infinite values", where=where, hint="fetch the file again")
+
+
+def _comparable(weight: torch.Tensor) -> torch.Tensor:
+    """FP8 in a dtype that has an order."""
+    return weight.bfloat16() if weight.dtype == torch.float8_e4m3fn else weight
 
 
 class _Progress:

@@ -18,6 +18,7 @@ import torch
 
 from specgen.engine.scheduler import ScheduledRow
 from specgen.kernels.prepare_inputs import prepare_inputs
+from specgen.kernels.rejection import live_slots
 from specgen.models.context import AttentionContext
 from specgen.worker.input_batch import InputBatch, ProcessorNeeds
 from specgen.worker.states import RequestStates, to_device
@@ -119,7 +120,8 @@ class DecodeGraphs:
     def _uniform_batch(self, inputs: torch.Tensor, max_seq_len: int, needs: ProcessorNeeds) -> InputBatch:
         """K + 1 tokens a row, from device values alone: `inputs[0]` are the rows' slots, `inputs[1]` their drafts."""
         s, width = self._states, self._num_drafts + 1
-        idx_mapping, num_drafts = inputs
+        slots, num_drafts = inputs
+        idx_mapping = live_slots(slots, s.finished)  # a row that ended is a padded row
         size, device = len(idx_mapping), s.device
         bounds = torch.arange(size + 1, dtype=torch.int32, device=device) * width
         local = torch.arange(width, dtype=torch.int32, device=device).repeat(size)

@@ -13,6 +13,7 @@ import torch
 
 from specgen.engine.scheduler import ScheduledRow
 from specgen.kernels.prepare_inputs import prepare_inputs
+from specgen.kernels.rejection import live_slots
 from specgen.models.context import AttentionContext
 from specgen.worker.states import RequestStates, to_device
 
@@ -20,8 +21,8 @@ from specgen.worker.states import RequestStates, to_device
 class ProcessorNeeds(NamedTuple):
     """Whether any row of a step needs a group of processors; what no row needs is left out.
 
-    filters: top-k or top-p. rules: allowed ids, biases, least length, bad words or n-grams. Each combination that is met has
-    CUDA graphs of its own, so that few groups are better than many.
+    filters: top-k or top-p. rules: allowed ids, biases, least length, bad words or n-grams. Each combination that is
+    met has CUDA graphs of its own, so that few groups are better than many.
     """
 
     penalties: bool
@@ -118,6 +119,8 @@ def build_batch(
 ) -> InputBatch:
     """The step's tensors; one copy to the device. `max_seq_len` bounds any row's tokens after the step, drafts too.
 
+    A row that ended in a step before this one, which the host did not know yet, is a padded row.
+
     `rewinds`: whether rows may recompute positions behind a prefix hit, which must not be written again.
     """
     host = host_batch(rows)
@@ -134,6 +137,7 @@ def build_batch(
     idx_mapping, query_start_loc, cu_num_logits, logits_indices, row_slots, spec_start, spec_count = flat.split(
         [len(part) for part in parts]
     )
+    idx_mapping, row_slots = live_slots(idx_mapping, states.finished), live_slots(row_slots, states.finished)
     num_tokens = int(host.query_start_loc[-1])
     inputs = prepare_inputs(
         idx_mapping,

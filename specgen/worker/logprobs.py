@@ -67,18 +67,18 @@ class SampledLogprobs(NamedTuple):
 
 
 class PromptPart(NamedTuple):
-    """Tokens `first` up to `first + count` of the prompt of the step's row `row`, with so many others beside each."""
+    """Tokens `first` to `first + num_tokens - 1` of the prompt of the step's row `row`, which are at `at` in `host`."""
 
     row: int
     first: int
-    count: int
+    num_tokens: int
     num_top: int
     host: HostLogprobs
     at: int
 
     def get(self) -> PromptLogprobs:
         """The values, once the copy is done."""
-        return PromptLogprobs(self.first, self.host.rows(self.at, self.count, self.num_top))
+        return PromptLogprobs(self.first, self.host.rows(self.at, self.num_tokens, self.num_top))
 
 
 def judge_prompts(

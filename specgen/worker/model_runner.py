@@ -85,13 +85,19 @@ class SampledStep:
         """Waits for the copy; a list of ids a row."""
         if self._event is not None:
             self._event.synchronize()
-        token_ids = [row[1 : 1 + row[0]] for row in self._packed.tolist()]
+        token_ids, num_accepted = [], []
+        for num_sampled, *ids in self._packed.tolist():
+            token_ids.append(ids[:num_sampled])
+            # the last one is a draft too if the row ended with it and was sampled beyond
+            is_cut = 0 < num_sampled < len(ids) and ids[num_sampled] != -1
+            num_accepted.append(num_sampled if is_cut else max(0, num_sampled - 1))
         if self._logprobs is None and not self._prompt_parts:
-            return ModelRunnerOutput(token_ids)
+            return ModelRunnerOutput(token_ids, num_accepted)
         logprobs = None
         if self._logprobs is not None:
             logprobs = [self._logprobs.of(b, len(row_ids)) for b, row_ids in enumerate(token_ids)]
-        return ModelRunnerOutput(token_ids, logprobs, {part.row: part.get() for part in self._prompt_parts})
+        prompt_logprobs = {part.row: part.get() for part in self._prompt_parts}
+        return ModelRunnerOutput(token_ids, num_accepted, logprobs, prompt_logprobs)
 
 
 class ModelRunner:
@@ -194,7 +200,7 @@ class ModelRunner:
             first = np.cumsum([0, *(row.num_draft_tokens + 1 for row in rows)]).tolist()
             wanted = [int(states.num_wanted[row.slot]) for row in rows]
             sampled = SampledLogprobs(to_host(*seen), first, wanted)
-        return sampled, judge_prompts(rows, states, state.hidden, self.target.compute_logits)
+        return sampled, judge_prompts(rows, states, state.hidden, self._logits)
 
     def _run_step(self, batch: InputBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """The whole step, as a graph captures it: `sampled [B, K+1]` and `num_sampled [B]`."""
@@ -223,7 +229,10 @@ class ModelRunner:
         return sampled, num_sampled, num_rejected
 
     def _sample(self, batch: InputBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`sampled [B, K+1]`, `num_sampled [B]`, `num_rejected [B]`: the target's up to the first disagreement."""
+        """`sampled [B, K+1]`, `num_sampled [B]`, `num_rejected [B]`: the target's up to the first disagreement.
+
+        Or up to the row's end, behind which `sampled` goes on.
+        """
         ids = batch.input_ids[batch.logits_indices]
         rows = SamplingRows(
             row_slots=batch.row_slots,
@@ -233,7 +242,7 @@ class ModelRunner:
             spec_count=batch.spec_count,
             needs=batch.needs,
         )
-        logits = self.target.compute_logits(hidden[batch.logits_indices])
+        logits = self._logits(hidden[batch.logits_indices])
         # the sampler works in place
         given = logits.clone() if self.on_logits is not None or rows.needs.raw_logprobs else logits
         by_ratio = self.states.draft_logits.shape[0] > 0 and rows.needs.noise
@@ -270,10 +279,24 @@ class ModelRunner:
             sampled, num_sampled = rejection_sample(
                 target_sampled, ids, batch.cu_num_logits, self.num_speculative_tokens
             )
+        s = self.states
         num_sampled, num_rejected = get_num_sampled_and_rejected(
-            num_sampled, batch.context.seq_lens, batch.cu_num_logits, batch.idx_mapping, self.states.prefill_len
+            sampled,
+            num_sampled,
+            batch.context.seq_lens,
+            batch.cu_num_logits,
+            batch.idx_mapping,
+            prefill_len=s.prefill_len,
+            total_len=s.total_len,
+            max_total_len=s.max_total_len,
+            end_mask=s.end_mask,
+            finished=s.finished,
         )
         return sampled, num_sampled, num_rejected
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The model's logits `[N, V] float32` of some hidden states."""
+        return self.sampler.cap(self.target.compute_logits(hidden))
 
     def _judge(self, given: torch.Tensor, processed: torch.Tensor, rows: SamplingRows, sampled: torch.Tensor) -> None:
         """Keeps the log-probabilities of the step's tokens, by the model's logits or by what they were drawn from."""

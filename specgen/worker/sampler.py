@@ -27,6 +27,7 @@ import torch
 
 from specgen.kernels.ratio import DRAFT_STREAM
 from specgen.kernels.sample_tokens import LogitsRows, Sampled, SamplingTables, Wanted, sample_tokens
+from specgen.kernels.softcap import softcap
 from specgen.worker.input_batch import ProcessorNeeds
 from specgen.worker.states import RequestStates
 
@@ -58,9 +59,15 @@ class Noise(enum.Enum):
 class Sampler:
     """Processors and sampling over the parameters in `states`."""
 
-    def __init__(self, states: RequestStates) -> None:
+    def __init__(self, states: RequestStates, logits_cap: float | None = None) -> None:
+        """`logits_cap`: the model's own, see `cap`."""
+        self._logits_cap = logits_cap
         self._tables = SamplingTables(*(getattr(states, name) for name in SamplingTables._fields))
         self._no_temperature = torch.zeros_like(states.temperature)
+
+    def cap(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits with the model's cap on them, if it has one; in place."""
+        return logits if self._logits_cap is None else softcap(logits, self._logits_cap)
 
     def sample(
         self,

@@ -59,6 +59,9 @@ class Drafting:
     sharpness: float = 1.25
 
 
+DRAFTING = Drafting()
+
+
 class MTPSpeculator:
     """The drafter over a model's own MTP layers."""
 
@@ -70,7 +73,7 @@ class MTPSpeculator:
         kv_caches: torch.Tensor,
         max_model_len: int,
         num_speculative_tokens: int,
-        drafting: Drafting = Drafting(),
+        drafting: Drafting = DRAFTING,
     ) -> None:
         """`kv_caches [num_layers, blocks, block_size, latent]` are the draft layers' part of the KV pool."""
         self.mtp = mtp
@@ -119,7 +122,7 @@ class MTPSpeculator:
             if step > 0:
                 previous = self._decode_pass(step, batch, first.base_positions, drafts, last, previous)
             rows = previous[:, -1] if previous is not None else last[0]
-            logits = self.mtp.compute_logits(step % self.mtp.num_layers, rows)
+            logits = self.sampler.cap(self.mtp.compute_logits(step % self.mtp.num_layers, rows))
             drafts[:, step] = self._sample(logits, batch, first.base_positions, drafts, step)
         s.draft_tokens[batch.idx_mapping.long()] = drafts  # -1 is the row that belongs to nobody
 

@@ -60,10 +60,14 @@ class RequestStates:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
         self.token_ids = zeros(num_slots, max_model_len)
-        self._counts = zeros(13, num_slots)
+        self._counts = zeros(15, num_slots)
         self.total_len, self.prefill_len, self.num_computed_tokens, self.kv_start = self._counts[:4]
         self.top_k, self.num_biases, self.num_allowed, self.num_bad_words, self.first_end = self._counts[4:9]
-        self.ngram_size, self.num_raw_logprobs, self.num_processed_logprobs, self.num_prompt_logprobs = self._counts[9:]
+        self.ngram_size, self.num_raw_logprobs, self.num_processed_logprobs, self.num_prompt_logprobs = self._counts[
+            9:13
+        ]
+        # finished: 1 from the step on in which the row ended, until the slot is given to another
+        self.max_total_len, self.finished = self._counts[13:]
         self._factors = zeros(7, num_slots, dtype=torch.float32)
         self.temperature, self.top_p, self.min_p_reach, self.typical_p = self._factors[:4]
         self.repetition_penalty, self.frequency_penalty, self.presence_penalty = self._factors[4:]
@@ -112,6 +116,8 @@ class RequestStates:
                 min(r.num_prompt_tokens + r.params.min_tokens, 2**31 - 1) if r.params.min_tokens else 0,
                 r.params.no_repeat_ngram_size,
                 *_num_logprobs(r.params),
+                r.max_total_len,
+                0,
             )
             for r in rows
         ]
@@ -135,8 +141,18 @@ class RequestStates:
         self.last_sampled.index_fill_(0, slots, 0)
         self.draft_tokens.index_fill_(0, slots, -1)
         self.block_tables.index_fill_(0, slots, NULL_BLOCK)
+        self._add_ends(rows)
         for row in rows:
             self._add_tokens(row)
+
+    def _add_ends(self, rows: list[NewRow]) -> None:
+        """Enters the ids that end a row; most rows end alike."""
+        slots_of: dict[tuple[int, ...], list[int]] = {}
+        for row in rows:
+            slots_of.setdefault((*sorted(row.eos_token_ids), *row.params.stop_token_ids), []).append(row.slot)
+        for ids, slots in slots_of.items():
+            mask = to_device(id_mask_of(ids, self.vocab_size), self.device)
+            self.end_mask[to_device(np.array(slots, dtype=np.int64), self.device)] = mask
 
     def _add_tokens(self, row: NewRow) -> None:
         slot, p, ids = row.slot, row.params, np.asarray(row.token_ids, dtype=np.int32)
@@ -155,14 +171,14 @@ class RequestStates:
         self.prompt_to_judge[slot] = row.num_prompt_tokens if p.prompt_logprobs is not None else 0
         self.num_prompt_wanted[slot] = p.prompt_logprobs or 0
         if self.has_rules[slot]:
-            self._add_rules(slot, p, (*row.eos_token_ids, *p.stop_token_ids))
+            self._add_rules(slot, p)
         if self.has_penalty[slot]:
             prompt, output = ids[: row.num_prompt_tokens], ids[row.num_prompt_tokens :]
             self.prompt_mask[slot] = to_device(id_mask_of(prompt, self.vocab_size), self.device)
             output_counts = np.bincount(output, minlength=self.vocab_size).astype(np.int32)
             self.output_counts[slot] = to_device(output_counts, self.device)
 
-    def _add_rules(self, slot: int, p: SamplingParams, end_ids: tuple[int, ...]) -> None:
+    def _add_rules(self, slot: int, p: SamplingParams) -> None:
         """Enters the tables of the rules that the request has; behind their counts stays what the last owner had."""
         if p.allowed_token_ids:
             self.allowed_mask[slot] = to_device(id_mask_of(p.allowed_token_ids, self.vocab_size), self.device)
@@ -170,8 +186,6 @@ class RequestStates:
             biased, values = zip(*p.logit_bias, strict=True)
             self.bias_ids[slot, : len(biased)] = to_device(np.array(biased, dtype=np.int32), self.device)
             self.bias_values[slot, : len(biased)] = to_device(np.array(values, dtype=np.float32), self.device)
-        if p.min_tokens:
-            self.end_mask[slot] = to_device(id_mask_of(end_ids, self.vocab_size), self.device)
         if p.bad_words_ids:
             flat = np.array([token for word in p.bad_words_ids for token in word], dtype=np.int32)
             ends = np.cumsum([len(word) for word in p.bad_words_ids]).astype(np.int32)

@@ -15,7 +15,7 @@ import torch
 
 from specgen.engine.scheduler import NewRow, ScheduledRow, SchedulerOutput
 from specgen.errors import ModelError, RecipeError
-from specgen.models.cheap_drafts import CheapDrafts
+from specgen.models.cheap_drafts import AS_LOADED, CheapDrafts
 from specgen.models.config import ModelConfig
 from specgen.models.loading import load_model
 from specgen.models.weights import OnProgress
@@ -25,7 +25,7 @@ from specgen.worker.input_batch import build_batch
 from specgen.worker.memory import MemoryBudget, plan_memory
 from specgen.worker.model_runner import ModelRunner, SampledStep
 from specgen.worker.sampler import Noise, Sampler
-from specgen.worker.speculator import Drafter, Drafting, MTPSpeculator
+from specgen.worker.speculator import DRAFTING, Drafter, Drafting, MTPSpeculator
 from specgen.worker.states import RequestStates
 from specgen.worker.trace import StepTrace
 
@@ -37,8 +37,9 @@ class WorkerConfig:
     """What a worker is built from; the recipe's values with `auto` resolved. Lengths in tokens.
 
     folder: None fills the model with random weights. acceptance: the rates at which drafts are accepted by lot.
-    by_ratio: drafts are judged by the ratio of the two distributions, and drawn with noise of their own. draft_folder: of
-    a draft head that takes the place of the model's own. exact: products on CUDA don't depend on how many rows there are.
+    by_ratio: drafts are judged by the ratio of the two distributions, and drawn with noise of their own. draft_folder:
+    of a draft head that takes the place of the model's own. exact: products on CUDA don't depend on how many rows there
+    are.
     """
 
     folder: Path | None
@@ -53,12 +54,13 @@ class WorkerConfig:
     memory_fraction: float
     num_speculative_tokens: int
     acceptance: tuple[float, ...] | None = None
-    drafting: Drafting = Drafting()
+    drafting: Drafting = DRAFTING
     by_ratio: bool = False
     cuda_graphs: bool = True
     tune_cpu_threads: bool = False
     draft_folder: Path | None = None
-    cheap_drafts: CheapDrafts = CheapDrafts()
+    keeps_float8: bool = False
+    cheap_drafts: CheapDrafts = AS_LOADED
     exact: bool = True
 
 
@@ -177,6 +179,7 @@ class Worker:
             self._on_load_progress,
             c.draft_folder,
             c.cheap_drafts,
+            c.keeps_float8,
         )
         self.num_draft_layers = self.model.mtp.num_layers if self.model.mtp is not None else 0
         self.states = RequestStates(
@@ -236,7 +239,7 @@ class Worker:
     def _new_runner(self, kv_caches: torch.Tensor) -> ModelRunner:
         c = self.config
         num_target_layers = c.model.num_hidden_layers
-        sampler = Sampler(self.states)
+        sampler = Sampler(self.states, c.model.final_logit_softcapping)
         drafter: Drafter | None = None
         if self._drafter_factory is not None:
             drafter = self._drafter_factory(self.states, c.num_speculative_tokens)

@@ -52,7 +52,8 @@ class Device(FakeDevice):
                 device.note("get", number)
                 return super().get()
 
-        return Noted(super().sample_tokens().tokens)
+        sampled = super().sample_tokens()
+        return Noted(sampled.tokens, sampled.num_accepted)
 
     def take_draft_token_ids(self) -> list[list[int]]:
         self.note("drafts", len(self.steps) - 1)
@@ -221,6 +222,7 @@ def build(device: Device, scheduler: Scheduler) -> Callable[[], Any]:
     worker.config = SimpleNamespace(
         device=torch.device("cpu"),
         dtype=torch.float32,
+        exact=True,
         max_model_len=c.max_model_len,
         max_num_seqs=c.max_num_seqs,
         num_speculative_tokens=c.num_speculative_tokens,

@@ -210,3 +210,26 @@ def test_by_ratio_the_same_run_repeats_itself(tiny: Path) -> None:
     rows = [Row([i], SamplingParams(temperature=0.9, top_k=9, max_tokens=12), seed=i) for i in range(20)]
     first = Harness(tiny, k=3, by_ratio=True).run(rows)
     assert [r.token_ids for r in Harness(tiny, k=3, by_ratio=True).run(rows)] == [r.token_ids for r in first]
+
+
+def test_by_ratio_the_ratio_is_of_what_was_drawn_from(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """U12: the draft distribution that is kept is bit for bit the one that the draft layer's tokens were drawn from."""
+    harness = Harness(tiny, k=2, by_ratio=True)
+    states, drafter = harness.worker.states, harness.worker.runner.drafter
+    inner, compared = drafter._sample, []
+
+    def sample(logits: Any, batch: Any, *rest: Any) -> Any:
+        drafts = inner(logits, batch, *rest)  # `logits` are the processed ones now
+        slots, step = batch.idx_mapping.long(), rest[-1]
+        assert torch.equal(states.draft_logits[slots, step], logits)
+        again = gumbel_sample(
+            logits, batch.idx_mapping, rest[0] + 1 + step, states.seeds ^ DRAFT_STREAM, states.temperature
+        )
+        assert torch.equal(again, drafts)
+        compared.append(len(slots))
+        return drafts
+
+    monkeypatch.setattr(drafter, "_sample", sample)
+    params = SamplingParams(temperature=0.7, top_p=0.9, repetition_penalty=1.3, max_tokens=6)
+    harness.run([Row([i, 3], params, seed=i) for i in range(5)])
+    assert sum(compared) > 20

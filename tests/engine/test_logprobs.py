@@ -1,4 +1,4 @@
-"""Log-probabilities from the engine: the plain model's in float64, the same bits with drafts as without, no stale ones."""
+"""Log-probabilities from the engine: those of the plain model, the same bits with drafts as without, none stale."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from harness import Harness, Result, Row, oracle, reference, run_rows
 from plain_deepseek import PlainDeepseek
 from safetensors.torch import load_file
+from tiny import write_checkpoint
 
 from specgen.sampling_params import SamplingParams
 
@@ -181,3 +182,21 @@ def test_a_row_whose_logits_are_no_numbers_fails_alone(
     assert bad.token_ids == ref[longest].token_ids[:2]
     others = [i for i in range(len(rows)) if i != longest]
     assert_same([got[i] for i in others], [ref[i] for i in others])
+
+
+def test_the_models_soft_cap_holds_everywhere(tmp_path: Path, tiny: Path) -> None:
+    """The same weights under a cap of 4: log-probabilities, prompts' too, are those of cap * tanh(logit / cap)."""
+    weights, config = load_file(tiny / "model.safetensors"), json.loads((tiny / "config.json").read_text())
+    free = PlainDeepseek(weights, config, torch.float64)
+    folder = write_checkpoint(tmp_path / "capped", weights, final_logit_softcapping=4.0)
+    params = SamplingParams(temperature=0.8, max_tokens=8, logprobs=2, prompt_logprobs=1)
+    rows = [Row([i, 2 * i], params, seed=i) for i in range(8)]
+    want = reference(folder, rows)
+    assert_same(run_rows(folder, rows, k=3), want)
+    for row, result in zip(rows, want, strict=True):
+        text = row.prompt + result.token_ids
+        logits = 4 * torch.tanh(free.logits(free.hidden(torch.tensor(text[:-1]))) / 4)
+        entries = [*(result.prompt_logprobs or [])[1:], *result.logprobs]
+        for at, entry in zip(logits.log_softmax(1), entries, strict=True):
+            assert entry is not None
+            assert entry.logprob == pytest.approx(float(at[entry.token_id]), abs=TOLERANCE)

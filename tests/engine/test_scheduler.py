@@ -53,11 +53,25 @@ def shape(out: SchedulerOutput) -> list[tuple[int, int, int, bool]]:
 
 
 def feed(s: Scheduler, out: SchedulerOutput, sampled: Mapping[int, list[int]] | None = None) -> list[EngineOutput]:
-    """The step's results: `sampled` by id, one `TOKEN` for any other row that samples."""
+    """The step's results: `sampled` by id, one `TOKEN` for any other row that samples; cut as by a device."""
     tokens = [(sampled or {}).get(r.request_id, [TOKEN]) if r.samples else [] for r in out.rows]
-    outputs = s.update_from_output(out, ModelRunnerOutput(tokens))
+    num_accepted = []
+    for b, row in enumerate(out.rows):
+        whole, tokens[b] = tokens[b], cut_at_end(s, row.request_id, tokens[b])
+        num_accepted.append(min(len(tokens[b]), max(0, len(whole) - 1)))
+    outputs = s.update_from_output(out, ModelRunnerOutput(tokens, num_accepted))
     s.check()
     return outputs
+
+
+def cut_at_end(s: Scheduler, request_id: int, tokens: list[int]) -> list[int]:
+    request = s.requests.get(request_id)
+    if request is None:
+        return []
+    ends = request.stop_ids | (frozenset() if request.params.ignore_eos else s.config.eos_token_ids)
+    num_left = request.max_tokens - request.num_output_tokens
+    first = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
+    return tokens[: min(first, num_left)]
 
 
 def schedule(s: Scheduler) -> SchedulerOutput:

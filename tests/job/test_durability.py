@@ -175,3 +175,15 @@ def test_a_small_file_system_fills(runs: Runs, tmp_path: Path) -> None:
         assert output.read_bytes().split(b"\n")[:-1] == whole
     finally:
         subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_a_reader_that_leaves_has_whole_lines_and_ends_the_run(runs: Runs) -> None:
+    whole = unbroken(runs)
+    sizes = [len(line) + 1 for line in whole]
+    for num_lines in (1, 30):
+        assert runs.run("--output", "-", reader_bytes=sum(sizes[:num_lines]) + 7) == 130
+        read = (runs.folder / "read.bin").read_bytes().split(b"\n")
+        assert read[:-1] == whole[:num_lines]
+        assert whole[num_lines].startswith(read[-1])
+        assert "Traceback" not in runs.told()
+        assert "nobody reads the output any more" in runs.told()

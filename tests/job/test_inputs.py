@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from specgen.errors import InputError
-from specgen.job import inputs
+from specgen.job import tables, unpack
 from specgen.job.inputs import GivenRows, Input
 from specgen.job.readers import BadRow, Row
 from specgen.recipe import InputSection
@@ -128,7 +128,7 @@ def test_a_hub_id_is_no_missing_file(monkeypatch: pytest.MonkeyPatch) -> None:
             asked.append((args, options))
             return ROWS[:3]
 
-    monkeypatch.setattr(inputs, "_library", lambda name, extra, where: Datasets)
+    monkeypatch.setattr(tables, "library", lambda name, extra, where: Datasets)
     assert data_of(read("owner/name", subset="en", split="test")) == ROWS[:3]
     assert asked[-1] == (("owner/name", "en"), {"split": "test", "streaming": False})
 
@@ -167,8 +167,8 @@ def test_a_name_with_a_star_in_it_is_a_name(tmp_path: Path) -> None:
         ("in.jsonl.gz", gzip.compress(JSONL)[:2000], "compressed input is damaged"),
         ("in.jsonl.gz", b"plain", "reading the input failed: Not a gzipped file"),
         ("in.jsonl.zst", b"plain", "compressed input is damaged"),
-        ("in.parquet", b"PAR1plain", "not a whole parquet file"),
-        ("in.arrow", b"plain", "not a whole arrow file"),
+        ("in.parquet", b"PAR1plain", "not a whole Parquet file"),
+        ("in.arrow", b"plain", "not a whole Arrow file"),
         ("in.jsonl", gzip.compress(JSONL), "this is a gzip file"),
     ],
 )
@@ -184,6 +184,16 @@ def test_a_file_that_is_not_what_it_says(tmp_path: Path, name: str, content: byt
     assert str(path) in str(caught.value)
 
 
+def test_a_packed_file_that_is_cut_off_is_damaged(tmp_path: Path) -> None:
+    zstandard = pytest.importorskip("zstandard")
+    for name, packed in (("in.jsonl.gz", gzip.compress(JSONL)), ("in.jsonl.zst", zstandard.compress(JSONL))):
+        path = tmp_path / name
+        for cut in (1, len(packed) // 2):
+            path.write_bytes(packed[:-cut])
+            with pytest.raises(InputError, match=f"{name}: the compressed input is damaged"):
+                read(path)
+
+
 def test_missing_files_folders_and_libraries(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such input file"):
         source_of(tmp_path / "missing")
@@ -191,7 +201,7 @@ def test_missing_files_folders_and_libraries(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="a folder among files"):
         source_of(tmp_path / "fold*")
     with pytest.raises(InputError, match=r"needs the package nowhere \(pip install 'specgen\[parquet\]'\)"):
-        inputs._library("nowhere.parquet", "parquet", "in")
+        unpack.library("nowhere.parquet", "parquet", "in")
     if os.geteuid():
         (tmp_path / "secret").touch(mode=0)
         with pytest.raises(InputError, match="Permission denied"):

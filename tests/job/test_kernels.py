@@ -60,7 +60,7 @@ def labelled_steps(num: int) -> list[dict[str, Any]]:
         t.close(part)
         for part_name in ("sampling", "draft"):
             part = t.open(f"part:{part_name}")
-            head = t.open("module:lm_head:Linear")
+            head = t.open("module:lm_head:Head")
             t.launch("nvjet_tile")
             t.close(head)
             t.launch("_block_best_kernel")
@@ -123,6 +123,15 @@ def test_kinds() -> None:
     assert kind_of(place("draft", moe, ("shared", "MLP"), ("down_proj", "Linear")), "x") == ("draft", "experts")
     assert kind_of(place("target", ("mlp", "MLP"), ("down_proj", "Linear")), "x") == ("target", "mlp")
     assert kind_of(place("draft", ("eh_proj", "Linear")), "x") == ("draft", "eh_proj")
+    assert kind_of(place("draft", ("eh_proj", "Float8Linear"), ("wide", "Linear")), "x") == ("draft", "eh_proj")
+    for head in (
+        [("0", "Head")],
+        [("1", "Float8Linear")],
+        [("1", "Float8Linear"), ("wide", "Head")],
+        [("0", "CutHead"), ("lowest", "Float8Linear")],
+        [("0", "CutHead")],
+    ):
+        assert kind_of(place("draft", *head), "x") == ("draft", "head")
     assert kind_of(None, "x") == ("", "other")
 
 

@@ -212,7 +212,7 @@ def test_the_official_clients_types_read_every_answer(workplace: Any, fake_engin
 
 
 def read_by_the_official_client(path: Path) -> list[str]:
-    """Return the names of the client's types that the lines are; the client's requests are typed dicts, answers models."""
+    """Return the names of the client's types that the lines are."""
     if importlib.util.find_spec("openai") is None:
         return []
     from openai.types import BatchError, Completion

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from specgen.errors import InputError
+from specgen.errors import EngineError, InputError
 from specgen.job.manifest import Manifest
 from specgen.job.merge import merge, parts_of, shard_path
 from specgen.job.writer import FileSink
@@ -74,6 +74,22 @@ def test_a_run_broken_off_in_retrying_loses_no_row(workplace: Any, fake_engine: 
     assert len(workplace.records()) == 5
     workplace.run(fake_engine(), fresh=False)
     assert [record["index"] for record in workplace.records()] == list(range(6))
+
+
+def test_an_engine_that_dies_costs_only_what_was_in_it(workplace: Any, fake_engine: Any) -> None:
+    workplace.write(rows_of(60))
+    workplace.run(fake_engine())
+    whole = workplace.output.read_bytes()
+    Path(workplace.output).unlink()
+    for steps in (30, 50):
+        with pytest.raises(EngineError, match="scripted"):
+            workplace.run(fake_engine(die_after=steps), fresh=False)
+    assert 0 < len(workplace.records()) < 60
+    manifest = Manifest.read(str(workplace.output))
+    assert manifest is not None
+    assert [session["error"] for session in manifest.content["sessions"]] == ["the engine stopped: scripted"] * 2
+    workplace.run(fake_engine(), fresh=False)
+    assert workplace.output.read_bytes() == whole
 
 
 def test_a_torn_last_line_is_cut_and_its_row_is_run_again(
@@ -291,3 +307,22 @@ def test_a_gap_a_double_or_a_stranger_among_the_parts_is_named(workplace: Any, f
     assert not Path(output).exists()
     run.write_text(old)
     merge(output, parts)
+
+
+def test_a_shard_may_have_no_rows(workplace: Any, fake_engine: Any) -> None:
+    workplace.write(rows_of(2))
+    workplace.run(fake_engine())
+    whole = workplace.output.read_bytes()
+    parts = [shard_path(str(workplace.output), (i, 5)) for i in range(1, 6)]
+    empty = 0
+    for i, part in enumerate(parts, start=1):
+        session = workplace.session(f"output.path={part}", shard=(i, 5))
+        if session.has_work:
+            session.run(fake_engine())
+        else:
+            session.finish()
+            empty += 1
+    assert empty >= 3
+    output = str(workplace.folder / "merged.jsonl")
+    assert merge(output, parts).content["resolved"]["dtype"] == "float32"
+    assert Path(output).read_bytes() == whole

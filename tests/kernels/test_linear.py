@@ -129,7 +129,16 @@ def test_kernel_is_the_product_and_keeps_rows(kernel_device: str, row_subsets: S
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="cuBLAS is meant")
 @pytest.mark.parametrize(
     ("columns", "inner"),
-    [(129280, 2048), (3648, 2048), (2048, 2048), (22528, 2048), (2048, 11264), (4096, 7168), (152064, 3584), (512, 128)],
+    [
+        (129280, 2048),
+        (3648, 2048),
+        (2048, 2048),
+        (22528, 2048),
+        (2048, 11264),
+        (4096, 7168),
+        (152064, 3584),
+        (512, 128),
+    ],
 )
 def test_the_law_on_the_gpu_in_bfloat16(columns: int, inner: int) -> None:
     """Every product's rows are the same for 1 to 2048 rows, and a head's float32 logits round to them."""

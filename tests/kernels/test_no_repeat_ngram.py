@@ -1,4 +1,4 @@
-"""No repeated n-grams: transformers' processor over the whole text, the border of committed tokens and drafts, the law."""
+"""No repeated n-grams: transformers' processor over the whole text, the border of committed tokens and drafts."""
 
 import random
 
@@ -52,7 +52,7 @@ def test_transformers_at_every_draft_position(seed: int, kernel_device: str) -> 
 
 
 def test_the_border_of_committed_tokens_and_drafts() -> None:
-    """1 2 3 was there; 1 is committed and 2 the first draft, or both are drafts: 3 goes. A placeholder matches nothing."""
+    """1 2 3 was there; 1 is committed and 2 the first draft, or both are drafts: 3 goes. -1 matches nothing."""
     text, drafts = [1, 2, 3, 9, 1], [2, 3, 1, 2]
     state = {"token_ids": torch.zeros(1, 8, dtype=torch.int32), "total_len": torch.tensor([5], dtype=torch.int32)}
     state["token_ids"][0, :5] = torch.tensor(text)

@@ -1,6 +1,8 @@
 """All processors in the Sampler's order, against transformers' in theirs, at draft and bonus rows."""
 
 import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -60,33 +62,106 @@ def expected(params: SamplingParams, text: list[int], logits: torch.Tensor) -> t
     return processors(torch.tensor([text]), logits[None].double())[0].float()
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_the_order_is_transformers(seed: int) -> None:
+NUM_SLOTS = 12
+
+
+class Rows(NamedTuple):
+    """Logits rows of NUM_SLOTS requests at K draft positions and the bonus position each."""
+
+    before: torch.Tensor
+    after: torch.Tensor
+    sampled: torch.Tensor
+    texts: list[list[int]]  # before each row, drafts included
+    params: list[SamplingParams]  # of each row
+
+
+def sampled_rows(params: list[SamplingParams], seed: int) -> Rows:
+    """Through the Sampler, in slots that had other owners before."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    num_slots = 12
-    states = RequestStates(num_slots, 32, VOCAB, K, 4, torch.device("cpu"))
-    texts = [[rng.randrange(9) for _ in range(rng.randint(1, 9))] for _ in range(num_slots)]
-    params = [random_params(rng) for _ in range(num_slots)]
-    for owners in (range(num_slots)[::-1], range(num_slots)):  # nothing of a slot's first owner may remain
+    states = RequestStates(NUM_SLOTS, 32, VOCAB, K, 4, torch.device("cpu"))
+    texts = [[rng.randrange(9) for _ in range(rng.randint(1, 9))] for _ in range(NUM_SLOTS)]
+    for owners in (range(NUM_SLOTS)[::-1], range(NUM_SLOTS)):  # nothing of a slot's first owner may remain
         states.add([NewRow(slot, texts[i], 1, params[i], i, 0, 0) for slot, i in enumerate(owners)])
 
-    drafts = torch.randint(0, 9, (num_slots, K + 1), generator=generator)  # the first is the row's last token
-    logits = torch.randn(num_slots * (K + 1), VOCAB, generator=generator) * 3
+    drafts = torch.randint(0, 9, (NUM_SLOTS, K + 1), generator=generator)  # the first is the row's last token
+    logits = torch.randn(NUM_SLOTS * (K + 1), VOCAB, generator=generator) * 3
     before, local = logits.clone(), torch.arange(K + 1, dtype=torch.int32)
-    slots = torch.arange(num_slots, dtype=torch.int32).repeat_interleave(K + 1)
-    sampled = Sampler(states).sample(
-        logits,
-        SamplingRows(
-            row_slots=slots,
-            positions=states.total_len[slots].long() - 1 + local.repeat(num_slots),
-            spec_ids=drafts.flatten(),
-            spec_start=slots * (K + 1) + 1,
-            spec_count=local.repeat(num_slots),
-            needs=ProcessorNeeds(*[True] * len(ProcessorNeeds._fields)),
-        ),
-    ).token_ids
-    for row, slot in enumerate(slots.tolist()):
-        text = texts[slot] + drafts[slot, 1 : 1 + int(local[row % (K + 1)])].tolist()
-        wanted = expected(params[slot], text, before[row])
-        torch.testing.assert_close(logits[row], wanted, rtol=1e-5, atol=1e-5)
-        assert wanted[sampled[row]] > -torch.inf
+    slots = torch.arange(NUM_SLOTS, dtype=torch.int32).repeat_interleave(K + 1)
+    rows = SamplingRows(
+        row_slots=slots,
+        positions=states.total_len[slots].long() - 1 + local.repeat(NUM_SLOTS),
+        spec_ids=drafts.flatten(),
+        spec_start=slots * (K + 1) + 1,
+        spec_count=local.repeat(NUM_SLOTS),
+        needs=ProcessorNeeds(*[True] * len(ProcessorNeeds._fields)),
+    )
+    sampled = Sampler(states).sample(logits, rows).token_ids
+    at = [(slot, row % (K + 1)) for row, slot in enumerate(slots.tolist())]
+    row_texts = [texts[slot] + drafts[slot, 1 : 1 + count].tolist() for slot, count in at]
+    return Rows(before, logits, sampled, row_texts, [params[slot] for slot, _ in at])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_order_is_transformers(seed: int) -> None:
+    rng = random.Random(seed)
+    rows = sampled_rows([random_params(rng) for _ in range(NUM_SLOTS)], seed)
+    for before, after, token, text, params in zip(*rows, strict=True):
+        wanted = expected(params, text, before)
+        torch.testing.assert_close(after, wanted, rtol=1e-5, atol=1e-5)
+        assert wanted[token] > -torch.inf
+
+
+def counted(text: list[int]) -> torch.Tensor:
+    """How often each token is in the output; the prompt is one token."""
+    return torch.bincount(torch.tensor(text[1:], dtype=torch.int64), minlength=VOCAB).float()
+
+
+Oracle = Callable[[list[int], torch.Tensor], torch.Tensor]
+# One parameter and an independent computation of what it makes of a row's logits at temperature 1.
+ALONE: dict[str, tuple[Any, Oracle]] = {
+    "top_k": (5, lambda text, logits: hf.TopKLogitsWarper(5)(None, logits[None])[0]),
+    "top_p": (0.7, lambda text, logits: hf.TopPLogitsWarper(0.7)(None, logits[None])[0]),
+    "min_p": (0.1, lambda text, logits: hf.MinPLogitsWarper(0.1)(None, logits[None])[0]),
+    "typical_p": (0.6, lambda text, logits: hf.TypicalLogitsWarper(0.6)(None, logits[None])[0]),
+    "temperature": (0.3, lambda text, logits: logits / 0.3),
+    "logit_bias": (((4, -2.5), (30, 7.0)), lambda text, logits: logits.index_add(0, torch.tensor([4, 30]), BIAS)),
+    "allowed_token_ids": (
+        (3, 8, 20),
+        lambda text, logits: torch.where(torch.isin(torch.arange(VOCAB), torch.tensor([3, 8, 20])), logits, -torch.inf),
+    ),
+    "bad_words_ids": (
+        ((1,), (2, 3), (4, 5, 6)),
+        lambda text, logits: hf.NoBadWordsLogitsProcessor([[1], [2, 3], [4, 5, 6]])(torch.tensor([text]), logits[None])[
+            0
+        ],
+    ),
+    "no_repeat_ngram_size": (
+        2,
+        lambda text, logits: hf.NoRepeatNGramLogitsProcessor(2)(torch.tensor([text]), logits[None])[0],
+    ),
+    "repetition_penalty": (
+        1.4,
+        lambda text, logits: hf.RepetitionPenaltyLogitsProcessor(1.4)(torch.tensor([text]), logits[None])[0],
+    ),
+    "frequency_penalty": (0.6, lambda text, logits: logits - 0.6 * counted(text)),
+    "presence_penalty": (-0.8, lambda text, logits: logits + 0.8 * (counted(text) > 0)),
+    "min_tokens": (
+        6,
+        lambda text, logits: hf.MinNewTokensLengthLogitsProcessor(1, 6, [2, 9])(torch.tensor([text]), logits[None])[0],
+    ),
+}
+BIAS = torch.tensor([-2.5, 7.0])
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_each_alone_at_draft_and_bonus_positions(name: str) -> None:
+    value, oracle = ALONE[name]
+    params = SamplingParams(**({"temperature": 1.0, "stop_token_ids": (2, 9), name: value}))
+    rows = sampled_rows([params] * NUM_SLOTS, seed=len(name))
+    changed = [False] * (K + 1)
+    for i, (before, after, token, text, _) in enumerate(zip(*rows, strict=True)):
+        wanted = oracle(text, before.clone())
+        torch.testing.assert_close(after, wanted, rtol=1e-6, atol=1e-6)
+        assert wanted[token] > -torch.inf
+        changed[i % (K + 1)] |= not torch.equal(wanted, before)
+    assert all(changed), "it matters at every position"

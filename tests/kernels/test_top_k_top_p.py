@@ -113,7 +113,8 @@ def test_a_row_alone_is_the_row_in_company(threads: int, row_subsets: Callable[[
 
 
 # Random rows: kernel and twin weigh in float32 and float64, so they may differ where a sum meets p to within 1e-6 of
-# it; the rows here don't. (2, 17001, 0.0001): more logits in one bucket than the kernel copies out.
+# it; the rows here don't. (2, 17001, 0.0001): too many in reach of the threshold to copy out, however often the range
+# is quartered.
 @pytest.mark.parametrize(
     ("num_rows", "vocab", "scale"),
     [(11, 1531, 0.5), (11, 1531, 5.0), (2, 17_001, 0.0001), (2, 151_936, 3.0), (1, 3, 1.0)],
@@ -123,6 +124,31 @@ def test_kernel_is_the_twin(kernel_device: str, num_rows: int, vocab: int, scale
     got = logits.to(kernel_device)
     apply_top_k_top_p_triton(got, slots.to(kernel_device), *(x.to(kernel_device) for x in limits))
     apply_top_k_top_p_torch(logits, slots, *limits)
+    assert torch.equal(got.cpu(), logits)
+
+
+ARRANGED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "in order": lambda logits: logits.sort().values,  # the largest together: more from the cut on than can be copied
+    "a few large": lambda logits: torch.where(torch.arange(len(logits)) % 997 == 5, logits + 20, logits),
+    "two values": lambda logits: (logits > 1).float(),
+    "all equal": torch.zeros_like,
+    "hardly any": lambda logits: torch.where(torch.arange(len(logits)) % 4001 == 0, logits, -INF),
+    "far apart": lambda logits: logits * 1e36,
+}
+
+
+@pytest.mark.parametrize("name", ARRANGED)
+def test_any_arrangement(kernel_device: str, name: str) -> None:
+    """Each way of the search: what was collected, the row quartered, the row halved in place."""
+    limits = [(0, 0.3), (0, 0.999), (3, 1.0), (200, 0.9), (9000, 0.95), (9000, 1.0)]
+    row = torch.randn(10_007, generator=torch.Generator().manual_seed(4))
+    logits = ARRANGED[name](row).expand(len(limits), -1).contiguous()
+    top_k = torch.tensor([k for k, _ in limits], dtype=torch.int32)
+    top_p = torch.tensor([p for _, p in limits])
+    slots = torch.arange(len(limits), dtype=torch.int32)
+    got = logits.to(kernel_device, copy=True)
+    apply_top_k_top_p_triton(got, *(x.to(kernel_device) for x in (slots, top_k, top_p)))
+    apply_top_k_top_p_torch(logits, slots, top_k, top_p)
     assert torch.equal(got.cpu(), logits)
 
 

@@ -13,7 +13,9 @@ from tiny_dense import random_weights as dense_weights
 from whole_sequence import whole_sequence_logits
 
 from specgen.errors import ModelError
+from specgen.kernels.block_float8_linear import dequantize_blocks
 from specgen.models.config import parse_config, read_config
+from specgen.models.kept_float8 import BlockFloat8Linear
 from specgen.models.loading import load_model
 from specgen.sampling_params import SamplingParams
 
@@ -124,3 +126,52 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
 def test_other_quantisation_is_refused_by_name(declared: object, named: str) -> None:
     with pytest.raises(ModelError, match=named):
         parse_config(CONFIG | {"quantization_config": declared}, "config.json")
+
+
+@pytest.mark.parametrize("layout", ["block", "channel", "tensor"])
+def test_kept_weights_are_the_stored_ones(tmp_path: Path, layout: str) -> None:
+    """Fused products too: their parts' blocks do not begin where the whole's would."""
+    config = config_of("llama", **SIZES)
+    stored, meant = quantise(dense_weights(config), layout)
+    declared = FP8 if layout == "block" else COMPRESSED
+    folder = write_folder(tmp_path, config | {"quantization_config": declared}, stored)
+    arguments = (folder, read_config(folder), 0, 64, torch.float32, torch.device("cpu"))
+    model, plain = load_model(*arguments, keeps_float8=True).target, load_model(*arguments).target
+    kept = [part for part in model.modules() if isinstance(part, BlockFloat8Linear)]
+    assert len(kept) == 4 * 2
+    qkv = model.layers[1].self_attn.qkv_proj
+    want = torch.cat([meant[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"])
+    assert torch.equal(dequantize_blocks(qkv.values, qkv.scale, torch.float32), want)
+    ids = list(range(60))
+    assert torch.equal(whole_sequence_logits(model, ids), whole_sequence_logits(plain, ids))
+
+
+@pytest.mark.parametrize("layout", ["block", "channel"])
+def test_kept_experts_are_the_stored_ones(tmp_path: Path, layout: str) -> None:
+    """Two shared experts among them, which are stored as a wide one."""
+    config = CONFIG | {"hidden_size": 144, "n_shared_experts": 2, "moe_intermediate_size": 128}
+    stored, _ = quantise(random_weights(config), layout)
+    declared = FP8 if layout == "block" else COMPRESSED
+    folder = write_folder(tmp_path, config | {"quantization_config": declared}, stored)
+    arguments = (folder, read_config(folder), 1, 64, torch.float32, torch.device("cpu"))
+    model, plain = load_model(*arguments, keeps_float8=True), load_model(*arguments)
+    for kept, wide in (
+        (model.target.layers[1].mlp, plain.target.layers[1].mlp),
+        (model.mtp.layers[0].mtp_block.mlp, plain.mtp.layers[0].mtp_block.mlp),
+    ):
+        for e in range(6):
+            for name in ("w13", "w2"):
+                found = dequantize_blocks(getattr(kept, name)[e], getattr(kept.scales, name)[e], torch.float32)
+                assert torch.equal(found, getattr(wide, name)[e])
+    ids = list(range(60))
+    assert torch.equal(whole_sequence_logits(model.target, ids), whole_sequence_logits(plain.target, ids))
+
+
+def test_kept_runs_of_different_k_give_the_same_tokens(tmp_path: Path) -> None:
+    config = CONFIG | {"hidden_size": 144, "n_shared_experts": 2, "moe_intermediate_size": 128}
+    stored, _ = quantise(random_weights(config), "block")
+    folder = write_folder(tmp_path, config | {"quantization_config": FP8}, stored)
+    rows = [Row([5, 6, 7, n], SamplingParams(temperature=0.0, max_tokens=12), seed=n) for n in range(4)]
+    want = [r.token_ids for r in reference(folder, rows, keeps_float8=True)]
+    for k in (1, 3):
+        assert [r.token_ids for r in run_rows(folder, rows, k=k, keeps_float8=True)] == want

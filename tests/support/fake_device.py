@@ -28,14 +28,22 @@ class Slot:
     computed: int
     table: list[int]
     drafts: list[int] = field(default_factory=list)
+    finished: bool = False
+
+    @property
+    def ends_here(self) -> bool:
+        """Whether the row's last token is its end, by the rules that a device is told."""
+        is_end = self.tokens[-1] in self.row.eos_token_ids or self.tokens[-1] in self.row.params.stop_token_ids
+        return is_end or len(self.tokens) >= self.row.max_total_len
 
 
 @dataclass
 class Sampled:
     tokens: list[list[int]]
+    num_accepted: list[int]
 
     def get(self) -> ModelRunnerOutput:
-        return ModelRunnerOutput(self.tokens)
+        return ModelRunnerOutput(self.tokens, self.num_accepted)
 
 
 class FakeDevice:
@@ -64,6 +72,8 @@ class FakeDevice:
         return slot.table[position // self.kv.block_size], position % self.kv.block_size
 
     def _forward(self, slot: Slot, row: ScheduledRow) -> None:
+        if slot.finished:
+            return  # scheduled before the host knew: nothing is read or written
         end = slot.computed + row.num_tokens
         samples = end >= len(slot.row.token_ids)
         assert row.samples == samples
@@ -80,24 +90,30 @@ class FakeDevice:
 
     def sample_tokens(self) -> Sampled:
         step = self.steps[-1]
-        return Sampled([self._sample(self.slots[row.slot], row, step.num_spec_tokens) for row in step.rows])
+        results = [self._sample(self.slots[row.slot], row, step.num_spec_tokens) for row in step.rows]
+        return Sampled([tokens for tokens, _ in results], [num_accepted for _, num_accepted in results])
 
-    def _sample(self, slot: Slot, row: ScheduledRow, num_spec_tokens: int) -> list[int]:
-        start, sampled = slot.computed, []
+    def _sample(self, slot: Slot, row: ScheduledRow, num_spec_tokens: int) -> tuple[list[int], int]:
+        """The row's tokens, and how many of them were drafts."""
+        if slot.finished:
+            return [], 0
+        start, sampled, num_accepted = slot.computed, [], 0
         slot.computed += row.num_tokens
         if row.samples:
             drafts = slot.drafts[: row.num_draft_tokens]
             for draft in [*drafts, None]:
                 sampled.append(next_token(slot.tokens))
                 slot.tokens.append(sampled[-1])
-                if sampled[-1] != draft:
+                num_accepted += sampled[-1] == draft
+                slot.finished = slot.ends_here
+                if sampled[-1] != draft or slot.finished:
                     break
             slot.computed -= row.num_draft_tokens + 1 - len(sampled)
         for p in range(max(start, slot.row.kv_start), slot.computed):
             self.draft_kv[self._at(slot, p)] = tuple(slot.tokens[: p + 2])
         if row.samples:
             self._propose(slot, num_spec_tokens)
-        return sampled
+        return sampled, num_accepted
 
     def _propose(self, slot: Slot, num: int) -> None:
         slot.drafts, ids = [], list(slot.tokens)

@@ -14,11 +14,12 @@ from specgen.engine.executor import UniProcExecutor
 from specgen.engine.kv_blocks import KVBlockManager
 from specgen.engine.request import EngineOutput, EngineRequest, StopCheck, TokenLogprob
 from specgen.engine.scheduler import Scheduler, SchedulerConfig
+from specgen.models.cheap_drafts import AS_LOADED, CheapDrafts
 from specgen.models.config import read_config
 from specgen.sampling_params import SamplingParams
 from specgen.stats import SpecStats
 from specgen.worker.input_batch import InputBatch
-from specgen.worker.speculator import Drafting
+from specgen.worker.speculator import DRAFTING, Drafting
 from specgen.worker.states import RequestStates
 from specgen.worker.worker import DrafterFactory, Worker, WorkerConfig
 
@@ -95,9 +96,11 @@ class Harness:
         eos: Iterable[int] = (),
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
-        drafting: Drafting = Drafting(),
+        drafting: Drafting = DRAFTING,
         by_ratio: bool = False,
         draft_folder: Path | None = None,
+        keeps_float8: bool = False,
+        cheap_drafts: CheapDrafts = AS_LOADED,
     ) -> None:
         model = read_config(folder)
         self.config = WorkerConfig(
@@ -115,6 +118,8 @@ class Harness:
             drafting=drafting,
             by_ratio=by_ratio,
             draft_folder=draft_folder,
+            keeps_float8=keeps_float8,
+            cheap_drafts=cheap_drafts,
         )
         self.worker = Worker(self.config, drafter)
         scheduler_config = SchedulerConfig(

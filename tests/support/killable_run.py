@@ -1,7 +1,8 @@
 """Runs the command line over a scripted engine in child processes that die in set ways; a server on stdin and stdout.
 
 A line in is a JSON object: args, and one of kill_at (bytes of the output at which SIGKILL comes, in the middle of a
-write), signal_at ([step, number]), max_bytes (of any file, as on a full disk); a line out is the child's exit status,
+write), signal_at ([step, number]), max_bytes (of any file, as on a full disk), reader_bytes (after which whoever reads
+stdout leaves; they are in read.bin); a line out is the child's exit status,
 negative for a signal. Nothing of torch is imported, so that a child costs some milliseconds.
 """
 
@@ -52,9 +53,33 @@ def _die_at(offset: int) -> None:
     writer.os = types.SimpleNamespace(**{**vars(os), "write": dying_write})  # type: ignore[attr-defined]
 
 
-def _child(args: list[str], kill_at: int | None = None, max_bytes: int | None = None, **options: Any) -> None:
+def _read_and_leave(num_bytes: int) -> None:
+    """Put a process behind stdout that reads so many bytes and ends."""
+    read_end, write_end = os.pipe()
+    if os.fork() == 0:
+        os.close(write_end)
+        data = b""
+        while len(data) < num_bytes and (more := os.read(read_end, num_bytes - len(data))):
+            data += more
+        with open("read.bin", "wb") as stream:
+            stream.write(data)
+        os._exit(0)
+    os.close(read_end)
+    os.dup2(write_end, 1)
+    os.close(write_end)
+
+
+def _child(
+    args: list[str],
+    kill_at: int | None = None,
+    max_bytes: int | None = None,
+    reader_bytes: int | None = None,
+    **options: Any,
+) -> None:
     os.dup2(os.open("stderr.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     os.dup2(2, 1)
+    if reader_bytes is not None:
+        _read_and_leave(reader_bytes)
     _put_in_engine(**options)
     if kill_at is not None:
         _die_at(kill_at)

@@ -102,9 +102,20 @@ def test_recomputed_positions_behind_a_hit_are_not_written() -> None:
         (SamplingParams(temperature=0.0, repetition_penalty=1.1), (True, False, False)),
         (SamplingParams(temperature=0.0, frequency_penalty=-0.1), (True, False, False)),
         (SamplingParams(temperature=0.0, presence_penalty=0.1), (True, False, False)),
+        (SamplingParams(temperature=0.5, min_p=0.1), (False, False, True, True)),
+        (SamplingParams(temperature=0.0, logit_bias=((1, 1.0),)), (False, False, False, False, True)),
+        (SamplingParams(temperature=0.0, no_repeat_ngram_size=2), (False, False, False, False, True)),
+        (SamplingParams(temperature=0.0, typical_p=0.5), (False, False, False)),
+        (SamplingParams(temperature=0.5, typical_p=0.5), (False, False, True, False, False, True)),
+        (SamplingParams(temperature=0.0, logprobs=0), (False, False, False, False, False, False, True)),
+        (
+            SamplingParams(temperature=0.0, logprobs=3, logprobs_mode="processed"),
+            (False, False, False, False, False, False, False, True),
+        ),
+        (SamplingParams(temperature=0.0, prompt_logprobs=1), (False, False, False)),
     ],
 )
-def test_processors_that_no_row_needs_are_left_out(params: SamplingParams, needs: tuple[bool, bool, bool]) -> None:
+def test_processors_that_no_row_needs_are_left_out(params: SamplingParams, needs: tuple[bool, ...]) -> None:
     s = states()
     s.add([NewRow(0, [1], 1, SamplingParams(temperature=0.0), 0, 0, 0), NewRow(3, [1], 1, params, 0, 0, 0)])
     assert processor_needs(np.array([0, 3]), s) == ProcessorNeeds(*needs)

@@ -1,0 +1,84 @@
+"""Products with weights held in FP8 (e4m3) as checkpoints store them: one scale for each row and 128 columns.
+
+A weight is turned into the activations' dtype without loss and multiplied; the sum over 128 columns is scaled in
+float32. So the activations are not rounded, and only the order of the sums differs from a product with the dequantised
+weight. A row's bits depend neither on the other rows nor on the height of its tile: every tile sums the same 128
+columns from nothing, block by block.
+"""
+
+import torch
+
+from specgen.kernels._checks import check, check_same_device
+from specgen.kernels._triton import pdl, tl, triton, wait_for_inputs
+from specgen.kernels.linear import linear_torch
+
+FLOAT8 = torch.float8_e4m3fn
+BLOCK = 128  # columns that share a scale
+
+# Tiles by rows of x: columns, warps, stages.
+_TILES = {16: (32, 4, 4), 32: (64, 4, 4), 64: (128, 4, 3), 128: (128, 8, 3)}
+
+
+def block_float8_linear(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return x @ weight.T for the weight whose element [n, k] is values[n, k] * scale[k // 128, n].
+
+    x: [T, K]; values: [N, K] float8_e4m3fn; scale: [ceil(K / 128), N] float32, both contiguous. Returns [T, N] in x's
+    dtype. Raises: ValueError on a wrong dtype, shape or layout.
+    """
+    num_columns, inner = values.shape
+    check("x", x, x.dtype, None, inner)
+    check("values", values, FLOAT8, None, None)
+    check("scale", scale, torch.float32, -(-inner // BLOCK), num_columns)
+    check_same_device(x=x, values=values, scale=scale)
+    if not values.is_contiguous() or not scale.is_contiguous():
+        raise ValueError("values and scale: expected contiguous tensors")
+    return (block_float8_linear_triton if x.is_cuda else block_float8_linear_torch)(x, values, scale)
+
+
+def dequantize_blocks(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the weight [N, K] in `dtype`, rounded once."""
+    full = scale.T.repeat_interleave(BLOCK, 1)[:, : values.shape[1]]
+    return (values.float() * full).to(dtype)
+
+
+def block_float8_linear_torch(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return what `block_float8_linear` returns, by a product with the dequantised weight."""
+    return linear_torch(x, dequantize_blocks(values, scale, x.dtype))
+
+
+def block_float8_linear_triton(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return what `block_float8_linear` returns, by tiles that sum in one order."""
+    (num_rows, inner), num_columns = x.shape, values.shape[0]
+    out = torch.empty(num_rows, num_columns, dtype=x.dtype, device=x.device)
+    if num_rows:
+        height = next((height for height in _TILES if height >= num_rows), max(_TILES))
+        columns, warps, stages = _TILES[height]
+        # Tiles of the same columns are neighbours: the later ones find the weight in the cache.
+        grid = (triton.cdiv(num_rows, height), triton.cdiv(num_columns, columns))
+        _block_float8_linear_kernel[grid](
+            x, x.stride(0), values, scale, out, num_rows, num_columns, inner, ROWS=height, COLUMNS=columns,
+            BLOCK=BLOCK, num_warps=warps, num_stages=stages, enable_fp_fusion=False, **pdl(),
+        )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _block_float8_linear_kernel(
+    x_ptr, x_stride, values_ptr, scale_ptr, out_ptr, num_rows, num_columns, inner: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(PDL)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    in_rows, in_columns = rows < num_rows, columns < num_columns
+    x_rows = x_ptr + rows[:, None].to(tl.int64) * x_stride
+    weight_rows = values_ptr + columns[None, :].to(tl.int64) * inner
+    acc = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for block in range(0, (inner + BLOCK - 1) // BLOCK):
+        k = block * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(x_rows + k[None, :], mask=in_rows[:, None] & (k[None, :] < inner), other=0.0)
+        weight = tl.load(weight_rows + k[:, None], mask=in_columns[None, :] & (k[:, None] < inner), other=0.0)
+        scale = tl.load(scale_ptr + block * num_columns + columns, mask=in_columns, other=0.0)
+        acc += tl.dot(x, weight.to(x.dtype), input_precision="ieee") * scale[None, :]
+    target = out_ptr + rows[:, None].to(tl.int64) * num_columns + columns[None, :]
+    tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=in_rows[:, None] & in_columns[None, :])

@@ -1,0 +1,69 @@
+"""FP8 weights with a scale for each row and 128 columns: values, kernel against twin, and the law."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from specgen.kernels import block_float8_linear as module
+from specgen.kernels.block_float8_linear import (
+    block_float8_linear,
+    block_float8_linear_torch,
+    block_float8_linear_triton,
+)
+
+
+def arguments(rows: int, inner: int, columns: int, device: str = "cpu") -> tuple[torch.Tensor, ...]:
+    g = torch.Generator().manual_seed(inner)
+    x = torch.randn(rows, inner, generator=g)
+    values = (torch.randn(columns, inner, generator=g) * 60).to(torch.float8_e4m3fn)
+    scale = torch.rand(-(-inner // 128), columns, generator=g) * 0.01 + 0.001
+    return x.to(device), values.to(device), scale.to(device)
+
+
+def naive(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    weight = values.double()
+    for n in range(weight.shape[0]):
+        for k in range(weight.shape[1]):
+            weight[n, k] *= scale[k // 128, n].double()
+    return x.double() @ weight.T
+
+
+@pytest.mark.parametrize(("rows", "inner", "columns"), [(1, 128, 33), (5, 200, 70), (17, 300, 64), (3, 40, 5)])
+def test_values(kernel_device: str, rows: int, inner: int, columns: int) -> None:
+    want = naive(*arguments(rows, inner, columns))
+    twin = block_float8_linear_torch(*arguments(rows, inner, columns))
+    kernel = block_float8_linear_triton(*arguments(rows, inner, columns, kernel_device)).cpu()
+    torch.testing.assert_close(twin.double(), want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(kernel.double(), want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_row_alone_is_the_row_in_company(threads: int, row_subsets: Callable[[int], Iterator[torch.Tensor]]) -> None:
+    x, values, scale = arguments(301, 200, 70)
+    whole = block_float8_linear(x, values, scale)
+    for rows in row_subsets(301):
+        assert torch.equal(block_float8_linear(x[rows], values, scale), whole[rows])
+
+
+def test_tiles_of_every_height_give_the_same_bits(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, values, scale = arguments(20, 200, 40, kernel_device)
+    if kernel_device == "cuda":
+        x, values, scale = arguments(300, 1024, 512, kernel_device)
+        x = x.bfloat16()
+    results = []
+    for height, tile in module._TILES.items():
+        monkeypatch.setattr(module, "_TILES", {height: tile})
+        results.append(block_float8_linear_triton(x, values, scale))
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    x, values, scale = arguments(2, 200, 8)
+    for args, message in [
+        ((x[:, :-1], values, scale), "x: expected shape"),
+        ((x, values.float(), scale), "values: expected dtype"),
+        ((x, values, scale.T.contiguous()), "scale: expected shape"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            block_float8_linear(*args)
+    assert block_float8_linear(x[:0], values, scale).shape == (0, 8)
