@@ -340,6 +340,7 @@ def gumbel_sample_triton(
         vocab,
         BLOCK=_BLOCK,
         num_warps=8,
+        enable_fp_fusion=False,  # as in `sample_tokens.py`: the same bits, whichever kernel draws
     )
     blocks = triton.next_power_of_2(num_blocks)
     _row_best_kernel[(num_rows,)](out, best, best_id, row_slots, num_blocks, BLOCKS=blocks, num_warps=1)

@@ -14,8 +14,10 @@ import numpy as np
 import torch
 
 from specgen.kernels._checks import check, check_same_device
-from specgen.kernels._mla_kernels import mla_join_kernel, mla_scores_kernel, mla_split_kernel, mla_values_kernel
+from specgen.kernels._mla_common import mla_join_kernel
 from specgen.kernels._mla_plan import KEYS, Slab, plan_slabs
+from specgen.kernels._mla_whole import mla_split_kernel
+from specgen.kernels._mla_wide import mla_scores_kernel, mla_values_kernel
 from specgen.kernels._triton import can_use_tma, descriptor, pdl, triton
 from specgen.kernels.linear import item_product, rows_keep_bits
 

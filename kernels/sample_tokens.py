@@ -32,7 +32,9 @@ from specgen.kernels.temperature import apply_temperature
 from specgen.kernels.top_k_top_p import apply_top_k_top_p
 from specgen.kernels.typical_p import apply_typical_p
 
-_WARPS = 8  # of a program over BLOCK logits
+# Of the kernels that draw: without fused multiply-adds, so that a row's bits do not depend on which of them drew it, nor
+# on what else was compiled into that.
+_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 
 
 class LogitsRows(NamedTuple):
@@ -450,7 +452,7 @@ def sample_tokens_triton(
         KEEP=keep,
         BLOCK=BLOCK,
         SUB=SUB,
-        num_warps=_WARPS,
+        **_OPTIONS,
     )
     if filters:
         threshold = row_thresholds(stats, logits, rows.row_slots, *limits)
@@ -471,7 +473,7 @@ def sample_tokens_triton(
             KEEP=keep,
             BLOCK=BLOCK,
             SUB=SUB,
-            num_warps=_WARPS,
+            **_OPTIONS,
         )
     _join_kernel[(num_rows,)](
         token_ids,

@@ -3,6 +3,7 @@
 Knows files, lines and YAML's errors; does not know which keys a recipe has.
 """
 
+import json
 import math
 import re
 from collections.abc import Iterator
@@ -109,4 +110,6 @@ def dump_scalar(value: object) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"a recipe holds no {value}")
     text = yaml.safe_dump(value, default_flow_style=True, width=2**31, allow_unicode=True)
-    return text.removesuffix("\n").removesuffix("\n...")
+    text = text.removesuffix("\n").removesuffix("\n...")
+    # YAML would write a text with line ends over several lines, except as JSON does
+    return json.dumps(value, ensure_ascii=False) if "\n" in text else text

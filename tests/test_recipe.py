@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
 from specgen.errors import RecipeError
 from specgen.model_path import bundled_heads, known_names
@@ -195,3 +196,12 @@ def test_a_benchmark_may_accept_by_lot() -> None:
     assert recipe.speculation.acceptance == (0.9, 0.5, 0.5)
     with pytest.raises(RecipeError, match=r"--set: .*needs 2 rates, one a draft"):
         recipe_from_settings([*sets, "speculation.acceptance=[0.9]"], for_bench=True)
+
+
+def test_a_stop_string_with_line_ends_is_one_line_of_the_written_recipe() -> None:
+    stops = ("\n\n", "a: b # c", "it's \"so\"\t\u2028")
+    recipe = recipe_from_settings(overrides={"sampling.stop": list(stops)})
+    written = recipe.to_yaml_with_origins()
+    assert sum("stop:" in line and "#" in line for line in written.split("\n")) >= 1
+    assert all(line.startswith(("  ",)) or line.endswith(":") or not line for line in written.split("\n"))
+    assert yaml.safe_load(written)["sampling"]["stop"] == list(stops)

@@ -243,7 +243,8 @@ class Job:
         self._tokens_seen += len(output.new_token_ids)
         active.token_ids.extend(output.new_token_ids)
         if output.logprobs is not None:
-            active.logprobs = [*(active.logprobs or ()), *output.logprobs]
+            active.logprobs = active.logprobs or []
+            active.logprobs.extend(output.logprobs)
         if output.finish_reason is None:
             return
         del self._active[output.request_id]

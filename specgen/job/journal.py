@@ -24,7 +24,7 @@ class Journal:
     """The lines of an output that count.
 
     lines: complete ones, failed: those of them with an error. size: bytes up to the end of the last complete line.
-    torn_bytes: what stands behind that. in_order: whether the lines stand in input order; last_index: the last one's.
+    torn_bytes: what stands behind that. in_order: whether the lines stand in input order. last_index: the last one's.
     """
 
     lines: int = 0
@@ -33,20 +33,22 @@ class Journal:
     torn_bytes: int = 0
     in_order: bool = True
     last_index: int = -1
+    _last_sample: int = -1
     _done: DigestMap = field(default_factory=DigestMap)
 
     def add(self, kept: Kept, number: int) -> int:
         """Count a line; returns the number of the line where its row and sample were first, `number` if here."""
         self.lines += 1
         self.failed += kept.failed
-        self.in_order = self.in_order and kept.index >= self.last_index
-        self.last_index = kept.index
+        sample = -1 if kept.sample is None else kept.sample
+        self.in_order = self.in_order and (kept.index, sample) >= (self.last_index, self._last_sample)
+        self.last_index, self._last_sample = kept.index, sample
         return self._done.setdefault(_done_digest(kept.key, kept.sample), number)
 
     def missing(self, key: str, samples: Sequence[int]) -> tuple[int, ...]:
         """Return those of a row's samples that have no line yet."""
-        if not self.lines or _done_digest(key, None) in self._done:
-            return tuple(samples) if not self.lines else ()
+        if _done_digest(key, None) in self._done:
+            return ()  # the row failed, or has one line for all of them
         return tuple(sample for sample in samples if _done_digest(key, sample) not in self._done)
 
 

@@ -80,7 +80,7 @@ def write_file(path: str, text: str, what: str) -> None:
 
 
 def is_special(path: str) -> bool:
-    """Return whether something is there that is neither a file nor a folder: a device or a pipe, written to as it is."""
+    """Return whether a device or a pipe is there, neither file nor folder: it is written to as it is."""
     return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 

@@ -135,7 +135,7 @@ class RecordForm:
 
 
 def logprob_of(entry: TokenLogprob | None) -> dict[str, Any] | None:
-    """Return a token's log-probabilities as they are in a line: 7 digits, -inf is null, and so is the entry of a first token."""
+    """Return a token's log-probabilities as in a line: 7 digits; -inf is null, and so is the entry of a first token."""
     if entry is None:
         return None
     top = [[token_id, _finite(value)] for token_id, value in entry.top]

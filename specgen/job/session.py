@@ -211,7 +211,7 @@ class Session:
         journal = self.target.journal
         if not is_complete or self.recipe.output.order != "input" or not journal.lines:
             return
-        goes_on = self._first is None or self._first.row.index >= journal.last_index
+        goes_on = self._first is None or self._first.row.index > journal.last_index
         if not (journal.in_order and goes_on) and isinstance(self._form, RecordForm):
             self.target.close()
             self.target.sort(self._form)

@@ -84,13 +84,15 @@ class Target:
         return FileSink(self.path, fsync_seconds=self._fsync[0], fsync_rows=self._fsync[1])
 
     def open(self) -> Sink:
-        """Return what takes the lines; answers that are there stay, or are moved aside (`fresh`) with what is beside them.
+        """Return what takes the lines; answers that are there stay, or are moved aside with what is beside them (`fresh`).
 
         Raises: InputError.
         """
         if not self.is_file:
             return StreamSink(self.path)
         if self._sink is None:
+            if os.path.exists(self.path):
+                self._file_sink().close()  # nobody else may be writing to it
             for path in ([self.path] if self._fresh else []) + files_beside(self.path):
                 move_aside(path)
             self._sink = self._file_sink()
@@ -141,7 +143,11 @@ class Target:
 
     def sort(self, form: Form) -> None:
         """Put the lines into the order of the input."""
-        sort_output(self.path, form)
+        lock = self._file_sink()
+        try:
+            sort_output(self.path, form)
+        finally:
+            lock.close()
 
     def close(self) -> None:
         """Let others write; for an output that was not opened."""

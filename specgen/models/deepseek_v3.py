@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from specgen.kernels.float8_linear import quantize_rows
 from specgen.kernels.block_float8_experts import BlockScales, block_float8_experts
+from specgen.kernels.float8_linear import quantize_rows
 from specgen.kernels.linear import linear_float32
 from specgen.kernels.moe_experts import ExpertScales, moe_experts
 from specgen.kernels.moe_routing import route

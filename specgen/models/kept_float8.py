@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -38,6 +39,21 @@ class BlockFloat8Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, in] -> [T, out]`."""
         return block_float8_linear(x, self.values, self.scale)
+
+
+def as_if_stored(plan: Plan) -> dict[str, StoredTensor]:
+    """The tensors that DeepSeek's FP8 checkpoints of such a model hold in FP8, for a model of random weights."""
+    stored = {}
+    for name, target in plan.items():
+        if (
+            len(target.shape) == 2
+            and name.endswith(("_proj.weight", "_proj_with_mqa.weight"))
+            and "eh_proj" not in name
+        ):
+            blocks = (-(-target.shape[0] // BLOCK), -(-target.shape[1] // BLOCK))
+            stored[name] = StoredTensor(name, Path(), "F8_E4M3", target.shape, 0, 0)
+            stored[name + "_scale_inv"] = StoredTensor(name + "_scale_inv", Path(), "F32", blocks, 0, 0)
+    return stored
 
 
 def keep_float8(root: nn.Module, plan: Plan, stored: Mapping[str, StoredTensor]) -> int:

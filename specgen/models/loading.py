@@ -14,7 +14,7 @@ from specgen.models.config import ModelConfig
 from specgen.models.deepseek_v3 import MoE
 from specgen.models.families import DraftModel, Family, TargetModel, find_family
 from specgen.models.head_folder import build_head, read_head
-from specgen.models.kept_float8 import keep_float8
+from specgen.models.kept_float8 import as_if_stored, keep_float8
 from specgen.models.weights import Checkpoint, OnProgress, fill_random, load_weights
 
 
@@ -71,10 +71,11 @@ def load_model(
         # a model of random weights brings no copies of the target's embedding and head
         mtp = family.draft.build(target, num_layers, names, dtype, device)
         plan |= family.draft.plan(mtp, config, names)
-    if checkpoint is not None and keeps_float8:
+    if keeps_float8:
+        stored = checkpoint.tensors if checkpoint is not None else as_if_stored(plan)
         for part in (target, mtp):
             if isinstance(part, nn.Module):
-                keep_float8(part, plan, checkpoint.tensors)
+                keep_float8(part, plan, stored)
     if checkpoint is None:
         num_bytes = fill_random(plan, _RANDOM_SEED, dtype, on_progress)
     else:

@@ -17,7 +17,7 @@ import torch
 
 from specgen.errors import ModelError
 from specgen.models.checkpoint import Checkpoint, StoredTensor, TensorFile
-from specgen.models.fp8 import apply_scales, scale_names
+from specgen.models.fp8 import BLOCK, apply_scales, scale_names
 from specgen.models.staging import Staging
 
 # Stored by old exporters and computed here, or of activations, which are not quantised.
@@ -163,8 +163,11 @@ def fill_random(plan: Plan, seed: int, dtype: torch.dtype, on_progress: OnProgre
                 generators[device] = torch.Generator(device).manual_seed(seed)
             if len(target.shape) == 1:
                 weight.fill_(0.0 if name.endswith("bias") else 1.0)
+            elif name.endswith("_scale_inv"):
+                weight.fill_((target.shape[-1] * BLOCK) ** -0.5)  # FP8 values are about 1
             else:
                 values = torch.empty(weight.shape, dtype=dtype, device=device)
-                weight.copy_(values.normal_(0.0, target.shape[-1] ** -0.5, generator=generators[device]))
+                spread = 1.0 if weight.dtype == torch.float8_e4m3fn else target.shape[-1] ** -0.5
+                weight.copy_(values.normal_(0.0, spread, generator=generators[device]))
             progress.add(weight.nbytes)
     return progress.total

@@ -241,6 +241,9 @@ def test_two_runs_do_not_write_to_one_output(workplace: Any, fake_engine: Any) -
     sink = FileSink(str(workplace.output))
     with pytest.raises(InputError, match="another run is writing"):
         workplace.session(fresh=False)
+    with pytest.raises(InputError, match="another run is writing"):
+        workplace.run(fake_engine(), fresh=True)
+    assert len(workplace.records()) == 3
     sink.close()
     workplace.run(fake_engine(), fresh=False)
 

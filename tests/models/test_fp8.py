@@ -175,3 +175,14 @@ def test_kept_runs_of_different_k_give_the_same_tokens(tmp_path: Path) -> None:
     want = [r.token_ids for r in reference(folder, rows, keeps_float8=True)]
     for k in (1, 3):
         assert [r.token_ids for r in run_rows(folder, rows, k=k, keeps_float8=True)] == want
+
+
+def test_random_weights_may_be_held_in_float8_as_a_checkpoint_holds_them() -> None:
+    config = parse_config(CONFIG | {"moe_intermediate_size": 128, "hidden_size": 256}, "config.json")
+    loaded = load_model(None, config, 1, 64, torch.float32, torch.device("cpu"), keeps_float8=True)
+    moe = loaded.target.layers[1].mlp
+    assert moe.w13.dtype == moe.w2.dtype == torch.float8_e4m3fn
+    assert isinstance(loaded.mtp.layers[0].mtp_block.self_attn.o_proj, BlockFloat8Linear)
+    weight = dequantize_blocks(moe.w13[0], moe.scales.w13[0], torch.float32)
+    assert 0.8 < float(weight.std()) * 256**0.5 < 1.2
+    assert whole_sequence_logits(loaded.target, list(range(20))).isfinite().all()

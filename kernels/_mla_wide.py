@@ -1,0 +1,191 @@
+"""Latent attention in its wide form, which spreads the steps of few tiles over the machine.
+
+One kernel scores each step's keys by itself; the next walks through the scores with a slice of the values' columns.
+"""
+
+# mypy: ignore-errors
+
+from specgen.kernels._mla_common import (
+    NO_MAX,
+    SUM_COLUMNS,
+    cache_rows,
+    find_tile,
+    full_range,
+    load_values,
+    store_result,
+    take_in,
+)
+from specgen.kernels._triton import tl, triton, wait_for_inputs
+
+
+@triton.jit(do_not_specialize=["first_tile", "num_requests"])
+def mla_scores_kernel(
+    q_ptr,
+    cache_ptr,
+    block_tables_ptr,
+    block_tables_stride,
+    idx_mapping_ptr,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    scores_ptr,
+    first_tile,
+    num_requests,
+    num_heads,
+    rank,
+    rope_width,
+    HEADS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    STEP_KEYS: tl.constexpr,
+    SEARCH: tl.constexpr,
+    KEY_START: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The wide form's first half: one tile's scores of one step's keys, -inf where a row does not see the key."""
+    slot, q_row, count, position = find_tile(
+        first_tile + tl.program_id(0), idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES, SEARCH
+    )
+    wait_for_inputs(PDL)  # the layout of the step is older than the kernel before this one
+    start = tl.program_id(2) * STEP_KEYS
+    end = position + count
+    if (count > 0) & (start < end):
+        ROWS: tl.constexpr = HEADS * QUERIES
+        row = tl.arange(0, ROWS)
+        head = tl.program_id(1) * HEADS + row % HEADS
+        query = row // HEADS
+        real = (head < num_heads) & (query < count)
+        key = start + tl.arange(0, STEP_KEYS)
+        in_range = (key < end) & (key >= KEY_START)
+        q_rows = q_ptr + ((q_row + query) * num_heads + head)[:, None] * (rank + rope_width)
+        table_ptr = block_tables_ptr + slot * block_tables_stride
+        rows = cache_rows(start, end, table_ptr, BLOCK_SIZE, STEP_KEYS, True)
+        key_rows = cache_ptr + rows[None, :] * (rank + rope_width)
+        scores = tl.zeros([ROWS, STEP_KEYS], dtype=tl.float32)
+        for first in range(0, RANK, CHUNK):
+            column = first + tl.arange(0, CHUNK)
+            is_column = column < rank
+            q = tl.load(q_rows + column[None, :], mask=real[:, None] & is_column[None, :], other=0.0)
+            k = tl.load(key_rows + column[:, None], mask=in_range[None, :] & is_column[:, None], other=0.0)
+            scores = tl.dot(q, k, scores, input_precision="ieee")
+        column = tl.arange(0, ROPE)
+        is_column = column < rope_width
+        q = tl.load(q_rows + rank + column[None, :], mask=real[:, None] & is_column[None, :], other=0.0)
+        k = tl.load(key_rows + rank + column[:, None], mask=in_range[None, :] & is_column[:, None], other=0.0)
+        scores = tl.dot(q, k, scores, input_precision="ieee")
+        visible = in_range[None, :] & (key[None, :] <= (position + query)[:, None])
+        scores = tl.where(visible, scores, float("-inf"))
+        place = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
+        target = scores_ptr + ((place * tl.num_programs(2) + tl.program_id(2)) * ROWS + row)[:, None] * STEP_KEYS
+        tl.store(target + tl.arange(0, STEP_KEYS)[None, :], scores)
+
+
+@triton.jit
+def _values_step(
+    start,
+    end,
+    row_max,
+    row_sum,
+    acc,
+    scores_ptr,
+    cache_ptr,
+    table_ptr,
+    column,
+    rank,
+    width,
+    scale_log2,
+    ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    STEP_KEYS: tl.constexpr,
+    KEY_START: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Take in a step's keys with their scores from `mla_scores_kernel`."""
+    step = tl.arange(0, STEP_KEYS)
+    row = tl.arange(0, ROWS)
+    scores = tl.load(scores_ptr + (start // STEP_KEYS * ROWS + row)[:, None] * STEP_KEYS + step[None, :])
+    values = cache_ptr + cache_rows(start, end, table_ptr, BLOCK_SIZE, STEP_KEYS, MASKED)[:, None] * width
+    mask = (column < rank)[None, :]
+    if MASKED:
+        mask = mask & ((start + step < end) & (start + step >= KEY_START))[:, None]
+    block = load_values(values + column[None, :], mask, MASKED)
+    return take_in(scores, block, row_max, row_sum, acc, scale_log2, STEP_KEYS)
+
+
+@triton.jit(do_not_specialize=["first_tile", "num_requests", "num_steps"])
+def mla_values_kernel(
+    scores_ptr,
+    cache_ptr,
+    block_tables_ptr,
+    block_tables_stride,
+    idx_mapping_ptr,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    out_ptr,
+    partial_ptr,
+    first_tile,
+    num_requests,
+    num_steps,
+    num_heads,
+    rank,
+    rope_width,
+    scale_log2,
+    HEADS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    RANK: tl.constexpr,
+    SLICE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    STEP_KEYS: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SEARCH: tl.constexpr,
+    KEY_START: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The wide form's second half: one tile's rows, one split's keys, a slice of the values' columns."""
+    SLICES: tl.constexpr = RANK // SLICE
+    split = tl.program_id(2) // SLICES
+    part = tl.program_id(2) % SLICES
+    slot, q_row, count, position = find_tile(
+        first_tile + tl.program_id(0), idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES, SEARCH
+    )
+    wait_for_inputs(PDL)  # the layout of the step is older than the kernel before this one
+    low = split * SPLIT_KEYS
+    end = tl.maximum(tl.minimum(low + SPLIT_KEYS, position + count), low)
+    if (count > 0) & ((low < end) | (split == 0)):
+        ROWS: tl.constexpr = HEADS * QUERIES
+        row = tl.arange(0, ROWS)
+        head = tl.program_id(1) * HEADS + row % HEADS
+        query = row // HEADS
+        place = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
+        column = part * SLICE + tl.arange(0, SLICE)
+        table_ptr = block_tables_ptr + slot * block_tables_stride
+        tile_scores = scores_ptr + place * num_steps * ROWS * STEP_KEYS
+        width = rank + rope_width
+        row_max = tl.full([ROWS], NO_MAX, dtype=tl.float32)
+        row_sum = tl.zeros([ROWS, SUM_COLUMNS], dtype=tl.float32)
+        acc = tl.zeros([ROWS, SLICE], dtype=tl.float32)
+        lead, full = full_range(low, end, position, STEP_KEYS, KEY_START)
+        if KEY_START > 0:
+            for start in range(low, lead, STEP_KEYS):
+                row_max, row_sum, acc = _values_step(
+                    start, end, row_max, row_sum, acc, tile_scores, cache_ptr, table_ptr, column, rank, width,
+                    scale_log2, ROWS, BLOCK_SIZE, STEP_KEYS, KEY_START, True,
+                )  # fmt: skip
+        for start in range(lead, full, STEP_KEYS):
+            row_max, row_sum, acc = _values_step(
+                start, end, row_max, row_sum, acc, tile_scores, cache_ptr, table_ptr, column, rank, width,
+                scale_log2, ROWS, BLOCK_SIZE, STEP_KEYS, KEY_START, False,
+            )  # fmt: skip
+        for start in range(full, end, STEP_KEYS):
+            row_max, row_sum, acc = _values_step(
+                start, end, row_max, row_sum, acc, tile_scores, cache_ptr, table_ptr, column, rank, width,
+                scale_log2, ROWS, BLOCK_SIZE, STEP_KEYS, KEY_START, True,
+            )  # fmt: skip
+        store_result(
+            acc, row_max, row_sum, out_ptr, partial_ptr, place * SPLITS + split, row,
+            (q_row + query) * num_heads + head, (head < num_heads) & (query < count), column, rank, part == 0, RANK,
+            ROWS, SPLITS,
+        )  # fmt: skip
