@@ -151,7 +151,7 @@ def run(
     progress: Annotated[
         ProgressMode,
         typer.Option(
-            help="auto: a live view on a terminal, a line every 5 seconds elsewhere. lines: those anywhere. json: a JSON"
+            help="auto: a live view on a terminal, a line every 5 seconds elsewhere. lines: those anywhere. json: an"
             " object every 5 seconds. All on stderr."
         ),
     ] = ProgressMode.AUTO,

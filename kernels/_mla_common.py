@@ -107,7 +107,7 @@ def full_range(low, end, position, STEP_KEYS: tl.constexpr, KEY_START: tl.conste
 def store_result(
     acc,
     row_max,
-    row_sum,
+    total,
     out_ptr,
     partial_ptr,
     place,
@@ -121,8 +121,7 @@ def store_result(
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Write the result rows; with several splits their partial (acc, max, sum) at `place`."""
-    total = tl.max(row_sum, axis=1)  # its columns are equal
+    """Write the result rows; with several splits their partial (acc, max, sum) at `place`. total: [ROWS]."""
     if SPLITS == 1:
         result = acc / tl.where(total > 0, total, 1.0)[:, None]
         target = out_ptr + result_row[:, None] * rank + column[None, :]

@@ -216,6 +216,6 @@ def mla_split_kernel(
             )  # fmt: skip
         place = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * SPLITS + split
         store_result(
-            acc, row_max, row_sum, out_ptr, partial_ptr, place, row, result_row, real, part * HALF + column, rank,
-            part == 0, RANK, ROWS, SPLITS,
+            acc, row_max, tl.max(row_sum, axis=1), out_ptr, partial_ptr, place, row, result_row, real,
+            part * HALF + column, rank, part == 0, RANK, ROWS, SPLITS,
         )  # fmt: skip

@@ -24,7 +24,7 @@ SUB = 128  # logits that share a maximum
 BLOCK = 4096  # logits of a program
 _MAX_COLLECTED = 4096
 _PIECE = 1024  # of the collected ones, at a time
-_SEARCH_BLOCK = 2048  # of a row that is searched, at a time
+_SEARCH_BLOCK = 8192  # of a row that is searched, at a time
 
 
 @triton.jit
@@ -229,6 +229,24 @@ def _smallest_kept(source_ptr, length, low, high, wanted, above, top, BY_MASS: t
 
 
 @triton.jit
+def _fold(values, BLOCK: tl.constexpr):
+    """Sums of four neighbours each, which one thread holds."""
+    return tl.sum(tl.reshape(values, [BLOCK // 4, 4]), axis=1)
+
+
+@triton.jit
+def _smallest_from(row_ptr, vocab_size, least, top, BLOCK: tl.constexpr):
+    """The smallest finite logit of a row that is at least `least`, `top` if there is none."""
+    at = tl.arange(0, BLOCK)
+    lowest = tl.full([BLOCK], 3.4028234663852886e38, tl.float32)
+    for start in range(0, vocab_size, BLOCK):
+        logits = _clean(tl.load(row_ptr + start + at, mask=at < vocab_size - start, other=float("-inf")))
+        counts = (logits > float("-inf")) & (logits >= least)
+        lowest = tl.minimum(lowest, tl.where(counts, logits, 3.4028234663852886e38))
+    return tl.minimum(tl.min(lowest, axis=0), top)
+
+
+@triton.jit
 def _search_row(
     row_ptr,
     scratch_ptr,
@@ -243,70 +261,67 @@ def _search_row(
 ):
     """What `_smallest_kept` finds among all of a row's logits from `least` on."""
     at = tl.arange(0, BLOCK)
-    lowest = tl.full([BLOCK], 3.4028234663852886e38, tl.float32)
-    for start in range(0, vocab_size, BLOCK):
-        logits = _clean(tl.load(row_ptr + start + at, mask=at < vocab_size - start, other=float("-inf")))
-        counts = (logits > float("-inf")) & (logits >= least)
-        lowest = tl.minimum(lowest, tl.where(counts, logits, 3.4028234663852886e38))
-    bottom = tl.minimum(tl.min(lowest, axis=0), top)
-
-    # The threshold is in (low, high], or `bottom`: the sum above `low` reaches what is wanted, above `high` it doesn't.
-    low = bottom
+    # The threshold is in (low, high], if the sum above `low` reaches what is wanted; that above `high` doesn't.
     if BY_MASS:  # what is further down weighs nothing; strictly below `top`, however large that is
-        low = tl.maximum(bottom, tl.minimum(top - 31.0, _value(_key(top) - 1)))
+        low = tl.minimum(top - 31.0, _value(_key(top) - 1))
+        low = tl.where(least > low, _value(_key(least) - 1), low)
+    else:
+        low = _smallest_from(row_ptr, vocab_size, least, top, BLOCK)
     high = top
     left = tl.full([], 0, tl.int32) + vocab_size
     above = tl.full([], 0, tl.int64)
     reached = left > 0
     rounds = tl.full([], 0, tl.int32)
-    while (left > MAX_COLLECTED) & (rounds < 12):
+    while (rounds == 0) | ((left > MAX_COLLECTED) & (rounds < 12)):
         quarter = high * 0.25 - low * 0.25
         first = low + quarter
         second = low + quarter * 2.0
         third = low + quarter * 3.0
-        units_0 = tl.zeros([BLOCK], tl.int64)
-        units_1 = tl.zeros([BLOCK], tl.int64)
-        units_2 = tl.zeros([BLOCK], tl.int64)
-        units_3 = tl.zeros([BLOCK], tl.int64)
-        counts_0 = tl.zeros([BLOCK], tl.int32)
-        counts_1 = tl.zeros([BLOCK], tl.int32)
-        counts_2 = tl.zeros([BLOCK], tl.int32)
-        counts_3 = tl.zeros([BLOCK], tl.int32)
+        units_0 = tl.zeros([BLOCK // 4], tl.int64)
+        units_1 = tl.zeros([BLOCK // 4], tl.int64)
+        units_2 = tl.zeros([BLOCK // 4], tl.int64)
+        units_3 = tl.zeros([BLOCK // 4], tl.int64)
+        counts_0 = tl.zeros([BLOCK // 4], tl.int32)
+        counts_1 = tl.zeros([BLOCK // 4], tl.int32)
+        counts_2 = tl.zeros([BLOCK // 4], tl.int32)
+        counts_3 = tl.zeros([BLOCK // 4], tl.int32)
         for start in range(0, vocab_size, BLOCK):
             logits = _clean(tl.load(row_ptr + start + at, mask=at < vocab_size - start, other=float("-inf")))
             inside = (logits > low) & (logits <= high)
-            units = inside.to(tl.int64)
+            count = inside.to(tl.int32)
+            counts_0 += _fold(count, BLOCK)
+            counts_1 += _fold(tl.where(logits > first, count, 0), BLOCK)
+            counts_2 += _fold(tl.where(logits > second, count, 0), BLOCK)
+            counts_3 += _fold(tl.where(logits > third, count, 0), BLOCK)
             if BY_MASS:
                 units = tl.where(inside, _weight(logits, top), 0)
-            count = inside.to(tl.int32)
-            units_0 += units
-            counts_0 += count
-            units_1 += tl.where(logits > first, units, 0)
-            counts_1 += tl.where(logits > first, count, 0)
-            units_2 += tl.where(logits > second, units, 0)
-            counts_2 += tl.where(logits > second, count, 0)
-            units_3 += tl.where(logits > third, units, 0)
-            counts_3 += tl.where(logits > third, count, 0)
-        sum_0 = tl.sum(units_0, axis=0)
-        sum_1 = tl.sum(units_1, axis=0)
-        sum_2 = tl.sum(units_2, axis=0)
-        sum_3 = tl.sum(units_3, axis=0)
+                units_0 += _fold(units, BLOCK)
+                units_1 += _fold(tl.where(logits > first, units, 0), BLOCK)
+                units_2 += _fold(tl.where(logits > second, units, 0), BLOCK)
+                units_3 += _fold(tl.where(logits > third, units, 0), BLOCK)
         num_0 = tl.sum(counts_0, axis=0)
         num_1 = tl.sum(counts_1, axis=0)
         num_2 = tl.sum(counts_2, axis=0)
         num_3 = tl.sum(counts_3, axis=0)
+        if BY_MASS:
+            sum_0 = tl.sum(units_0, axis=0)
+            sum_1 = tl.sum(units_1, axis=0)
+            sum_2 = tl.sum(units_2, axis=0)
+            sum_3 = tl.sum(units_3, axis=0)
+        else:
+            sum_0 = num_0.to(tl.int64)
+            sum_1 = num_1.to(tl.int64)
+            sum_2 = num_2.to(tl.int64)
+            sum_3 = num_3.to(tl.int64)
         in_3 = (above + sum_3).to(tl.float64) >= wanted
         in_2 = (above + sum_2).to(tl.float64) >= wanted
         in_1 = (above + sum_1).to(tl.float64) >= wanted
-        in_0 = (above + sum_0).to(tl.float64) >= wanted
-        lower = tl.where(in_3, third, tl.where(in_2, second, tl.where(in_1, first, low)))
+        reached = (above + sum_0).to(tl.float64) >= wanted  # else every logit in the range stays, and the smallest
+        low = tl.where(in_3, third, tl.where(in_2, second, tl.where(in_1, first, low)))
         high = tl.where(in_3, high, tl.where(in_2, third, tl.where(in_1, second, first)))
         left = tl.where(in_3, num_3, tl.where(in_2, num_2 - num_3, tl.where(in_1, num_1 - num_2, num_0 - num_1)))
+        left = tl.where(reached, left, 0)
         above += tl.where(in_3, 0, tl.where(in_2, sum_3, tl.where(in_1, sum_2, sum_1)))
-        low = lower
-        if in_0 == 0:  # every logit in the range stays, and so does the smallest
-            reached = left < 0
-            left = left * 0
         rounds += 1
     fits = reached & (left <= MAX_COLLECTED)
     offset = tl.full([], 0, tl.int32)
@@ -315,14 +330,17 @@ def _search_row(
         for start in range(0, vocab_size, BLOCK):
             logits = _clean(tl.load(row_ptr + start + at, mask=at < vocab_size - start, other=float("-inf")))
             chosen = ((logits > low) & (logits <= high)).to(tl.int32)
-            place = offset + tl.cumsum(chosen, axis=0) - 1
-            tl.store(scratch_ptr + place, logits, mask=(chosen != 0) & (place < MAX_COLLECTED))
-            offset += tl.sum(chosen, axis=0)
+            count = tl.sum(chosen, axis=0)
+            if count > 0:
+                place = offset + tl.cumsum(chosen, axis=0) - 1
+                tl.store(scratch_ptr + place, logits, mask=(chosen != 0) & (place < MAX_COLLECTED))
+                offset += count
         tl.debug_barrier()
+    if reached == 0:
+        low = _smallest_from(row_ptr, vocab_size, least, top, BLOCK)
+        high = low
     source = tl.where(fits, scratch_ptr, row_ptr)
     length = tl.where(fits, offset, vocab_size)
-    low = tl.where(reached, low, bottom)
-    high = tl.where(reached, high, bottom)
     return _smallest_kept(source, length, low, high, wanted, above, top, BY_MASS, PIECE)
 
 
@@ -483,6 +501,6 @@ def row_thresholds(
         MAX_COLLECTED=_MAX_COLLECTED,
         BLOCK=_SEARCH_BLOCK,
         PIECE=_PIECE,
-        num_warps=8,
+        num_warps=16,
     )
     return threshold

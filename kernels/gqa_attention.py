@@ -209,7 +209,7 @@ def gqa_attention_triton(
     num_tiles = num_tokens // queries + num_requests
     programs = num_tiles * num_kv_heads * parts
     dim = max(16, triton.next_power_of_2(head_dim))
-    scratch = programs * splits * _TILE_ROWS * (dim + 2) * 4
+    scratch = programs * splits * _TILE_ROWS * (dim + 4) * 4
     by_split = splits > 1 and programs < _MANY_PROGRAMS and scratch <= _SCRATCH_BYTES
     partial = torch.empty(scratch // 4, dtype=torch.float32, device=q.device) if by_split else out
     shared = {
@@ -444,7 +444,7 @@ def _gqa_kernel(
 
         if BY_SPLIT:
             place = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * tl.num_programs(2)
-            partial = partial_ptr + ((place + first_split) * ROWS + row) * (DIM + 2)
+            partial = partial_ptr + ((place + first_split) * ROWS + row) * (DIM + 4)
             tl.store(partial[:, None] + column[None, :], result, mask=real[:, None])
             tl.store(partial + DIM, total_max, mask=real)
             tl.store(partial + DIM + 1, total, mask=real)
@@ -493,8 +493,8 @@ def _gqa_join_kernel(
         result = tl.zeros([1, DIM], dtype=tl.float32)
         # The tile's last row may see one split more; it gives this row nothing.
         num_keys = tl.where(slot >= 0, position + count, 0)
-        for split in range(0, (num_keys + SPLIT_KEYS - 1) // SPLIT_KEYS):
-            partial = partial_ptr + ((first_place + split) * ROWS + row) * (DIM + 2)
+        for split in tl.range(0, (num_keys + SPLIT_KEYS - 1) // SPLIT_KEYS, num_stages=4):
+            partial = partial_ptr + ((first_place + split) * ROWS + row) * (DIM + 4)
             part = tl.load(partial + column)[None, :]
             part_max = tl.load(partial + DIM + tl.zeros([1], dtype=tl.int32))
             part_sum = tl.load(partial + DIM + 1 + tl.zeros([1], dtype=tl.int32))

@@ -13,6 +13,8 @@ from harness import Harness, Result, Row, oracle, run_rows
 from tokenizers import Tokenizer
 
 from specgen.model_path import ASSETS, resolve_model
+from specgen.models import cheap_drafts
+from specgen.models.cheap_drafts import CheapDrafts
 from specgen.sampling_params import SamplingParams
 
 pytestmark = [
@@ -98,6 +100,14 @@ def test_preemption(folder: Path, rows: list[Row], ref: list[Result], asynchrono
 def test_oracle_drafts(folder: Path, rows: list[Row], ref: list[Result]) -> None:
     some = slice(0, 64)
     assert_same(run_rows(folder, rows[some], k=4, drafter=oracle(rows, ref), **OPTIONS), ref[some])
+
+
+@pytest.mark.parametrize("options", [CheapDrafts(True), CheapDrafts(True, 1024, (1,))], ids=["float8", "cut"])
+def test_cheap_drafts(
+    folder: Path, rows: list[Row], ref: list[Result], options: CheapDrafts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cheap_drafts, "_LARGE", 0)
+    assert_same(run_rows(folder, rows, k=3, max_num_seqs=64, cheap_drafts=options, **OPTIONS), ref)
 
 
 def test_nothing_waits_for_the_device_inside_a_step(folder: Path, rows: list[Row]) -> None:

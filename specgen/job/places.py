@@ -24,7 +24,7 @@ def files_beside(output: str) -> list[str]:
 
 
 def check_output(path: str, *, inputs: Sequence[str], recipe_path: Path | None = None) -> None:
-    """Return if an output file, and those beside it, can be made or continued; leaves no trace, so it can be asked early.
+    """Return if an output, and what is beside it, can be made or continued; leaves no trace, so it can be asked early.
 
     Raises: InputError if one of them is an input or the recipe that is run (`recipe_path`), or cannot be in its folder.
     """

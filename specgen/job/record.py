@@ -1,8 +1,9 @@
 """The output line of an answer: its shape, and strict JSON in valid UTF-8.
 
-The keys are always the same and in the same order. For a row that failed: text, stop and seed are null, error is an
-object, usage counts what was really computed (0 for a row that never ran) and spec is null if it never ran; sample is
-null if the failure is the whole row's.
+The keys are always the same and in the same order, but that logprobs and prompt_logprobs are there only if the row
+asked for them. For a row that failed: text, stop and seed are null, error is an object, usage counts what was really
+computed (0 for a row that never ran) and spec is null if it never ran; sample is null if the failure is the whole
+row's.
 """
 
 import json

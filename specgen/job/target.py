@@ -84,7 +84,7 @@ class Target:
         return FileSink(self.path, fsync_seconds=self._fsync[0], fsync_rows=self._fsync[1])
 
     def open(self) -> Sink:
-        """Return what takes the lines; answers that are there stay, or are moved aside with what is beside them (`fresh`).
+        """Return what takes the lines; answers that are there stay; `fresh` moves them, and what is beside them, aside.
 
         Raises: InputError.
         """

@@ -1,11 +1,13 @@
 """Output lines: one shape, strict JSON, valid UTF-8 whatever a row holds."""
 
 import json
+import math
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specgen.engine.request import TokenLogprob
 from specgen.errors import RowError
 from specgen.job.plan import Plan
 from specgen.job.readers import BadRow, Row
@@ -54,6 +56,23 @@ def test_token_ids_are_added_on_request() -> None:
     record = finished({}, "", RecordForm(with_token_ids=True, with_truncation=True))
     assert list(record) == [*KEYS[:5], "token_ids", *KEYS[5:7], "prompt_truncated_from", *KEYS[7:]]
     assert record["token_ids"] == [1, 2, 3]
+
+
+def test_log_probabilities_are_there_if_asked_for_and_what_is_not_finite_is_null() -> None:
+    """U34."""
+    row = Plan(Row(0, 1, "a", {}), "id:str:a")
+    entries = [TokenLogprob(5, -0.123456789, ((5, -0.123456789), (7, -math.inf))), TokenLogprob(1, -math.inf)]
+    answer = Answer(0, token_ids=[5, 1], finish_reason="stop", stop="<eos>", logprobs=entries)
+    answer.prompt_logprobs = [None, TokenLogprob(9, -2.0)]
+    record = json.loads(to_line(FORM.record(row, answer)))
+    assert list(record) == [*KEYS[:5], "logprobs", "prompt_logprobs", *KEYS[5:]]
+    assert record["logprobs"] == [
+        {"token_id": 5, "logprob": -0.1234568, "top": [[5, -0.1234568], [7, None]]},
+        {"token_id": 1, "logprob": None, "top": []},
+    ]
+    assert record["prompt_logprobs"] == [None, {"token_id": 9, "logprob": -2.0, "top": []}]
+    answer.error = RowError("broken", code="nan_logits")
+    assert list(FORM.record(row, answer)) == KEYS
 
 
 def test_a_failed_rows_line_has_the_same_keys() -> None:

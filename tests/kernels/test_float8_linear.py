@@ -109,3 +109,23 @@ def test_no_rows_and_wrong_arguments() -> None:
         float8_linear(torch.empty(2, 16), Float8Weight(weight.values.float(), weight.scale))
     with pytest.raises(ValueError, match="contiguous"):
         float8_linear(torch.empty(16, 2).T, weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="tensor-core arithmetic and graphs are meant")
+@pytest.mark.parametrize(("columns", "inner"), [(129280, 2048), (2048, 4096), (3648, 2048), (24576, 4096)])
+def test_real_sizes_on_the_gpu_also_from_a_graph(columns: int, inner: int) -> None:
+    weight = weight_of(columns, inner, device="cuda")
+    held = dequantize_rows(weight, torch.float32)
+    for rows in (1, 4, 16, 17, 32, 64, 150):
+        x = torch.randn(rows, inner, device="cuda").bfloat16()
+        out = float8_linear(x, weight, torch.float32)
+        want = x.float() @ held.T
+        # float32 sums of `inner` products of the size of a column's largest weight
+        assert ((out - want).abs() <= 1e-4 * inner**0.5 * 448 * weight.scale).all()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            again = float8_linear(x, weight, torch.float32)
+        again.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(again, out)

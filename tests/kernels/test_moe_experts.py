@@ -173,6 +173,28 @@ def test_law_on_the_gpu_in_bfloat16_also_from_a_graph() -> None:
         assert torch.equal(_by_choice(out, ids), whole)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="tensor-core arithmetic and graphs are meant")
+def test_float8_weights_on_the_gpu_also_from_a_graph() -> None:
+    x, ids, w13, w2 = _case(2500, 2048, 1408, 64, 6, num_shared=2)
+    x, ids = x.cuda().bfloat16(), ids.cuda()
+    (w13, scale13), (w2, scale2) = quantize_rows(w13.cuda()), quantize_rows(w2.cuda())
+    scales = ExpertScales(scale13, scale2)
+    rounded = [dequantize_rows(Float8Weight(*part), torch.bfloat16) for part in ((w13, scale13), (w2, scale2))]
+    for size in (1, 4, 17, 129, 700, 2500):
+        few, chosen = x[:size].contiguous(), ids[:size].contiguous()
+        out = moe_experts(few, chosen, w13, w2, 2, scales)
+        want = moe_experts(few, chosen, *rounded, 2)
+        # bfloat16 rounds the weights once more, and what stands between the products
+        torch.testing.assert_close(_by_choice(out, chosen), _by_choice(want, chosen), rtol=2**-4, atol=2**-4)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            again = moe_experts(few, chosen, w13, w2, 2, scales)
+        again.rows.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(again.rows, out.rows), size
+
+
 def test_sorting_gives_order_ends_and_places(kernel_device: str) -> None:
     ids = torch.tensor([[2, 0], [0, 3], [2, 0]], dtype=torch.int32, device=kernel_device)
     order, places = torch.full((6,), -7, dtype=torch.int32, device=kernel_device), torch.full_like(ids, -7)
