@@ -47,7 +47,7 @@ def _table(found: "Inspection", head_folder: Path | None) -> str:
         ("model", f"{found.model_type}, {counted(found.layers, 'layer')}, vocabulary {found.vocab_size:,}"),
         ("draft layers", f"{found.draft_layers}" + (f", from {head_folder}" if head_folder is not None else "")),
         ("parameters", _parameters(found)),
-        ("stored", ", ".join(f"{name} {_size(size)}" for name, size in found.stored.items())),
+        ("stored", ", ".join(f"{name} {_size(size)}" for name, size in found.stored.items()) or "nothing"),
         ("weights here", f"{_size(found.weight_bytes)} in {found.dtype}, draft layers included"),
         ("KV", f"{found.kv_bytes_per_token:,} bytes a token; at most {found.max_tokens:,} tokens a row"),
     ]
@@ -59,6 +59,8 @@ def _table(found: "Inspection", head_folder: Path | None) -> str:
         ("chat template", found.chat_template or "none"),
         ("generation_config", ", ".join(f"{k} {v}" for k, v in found.generation_config.items()) or "none"),
     ]
+    if found.head_properties:
+        rows.append(("head's input", ", ".join(f"{name}: {value}" for name, value in found.head_properties.items())))
     if found.head is not None:
         shares = ", ".join(f"{rate:.0%}" for rate in found.head.rates)
         verdict = "works" if found.head.problem is None else "does not fit"

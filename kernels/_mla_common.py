@@ -69,12 +69,6 @@ def load_values(values, mask, MASKED: tl.constexpr):
 
 
 @triton.jit
-def cleared(block, in_range):
-    """Return the block with what is hidden or not finite set to 0."""
-    return tl.where((tl.abs(block.to(tl.float32)) < float("inf")) & in_range[:, None], block, 0.0).to(block.dtype)
-
-
-@triton.jit
 def take_in(scores, values, row_max, row_sum, acc, scale_log2, STEP_KEYS: tl.constexpr):
     """Take in a step's keys: scores [ROWS, STEP_KEYS] float32, values [STEP_KEYS, columns].
 
@@ -107,7 +101,7 @@ def full_range(low, end, position, STEP_KEYS: tl.constexpr, KEY_START: tl.conste
 def store_result(
     acc,
     row_max,
-    total,
+    row_sum,
     out_ptr,
     partial_ptr,
     place,
@@ -121,7 +115,8 @@ def store_result(
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Write the result rows; with several splits their partial (acc, max, sum) at `place`. total: [ROWS]."""
+    """Write the result rows; with several splits their partial (acc, max, sum) at `place`."""
+    total = tl.max(row_sum, axis=1)  # its columns are equal
     if SPLITS == 1:
         result = acc / tl.where(total > 0, total, 1.0)[:, None]
         target = out_ptr + result_row[:, None] * rank + column[None, :]

@@ -1,7 +1,6 @@
 """Latent attention in its wide form, which spreads the steps of few tiles over the machine.
 
-One kernel scores each step's keys by itself, the next turns the scores of a few rows into weights, step by step, and
-the last adds up the values, a slice of their columns a program.
+One kernel scores each step's keys by itself; the next walks through the scores with a slice of the values' columns.
 """
 
 # mypy: ignore-errors
@@ -14,6 +13,7 @@ from specgen.kernels._mla_common import (
     full_range,
     load_values,
     store_result,
+    take_in,
 )
 from specgen.kernels._triton import tl, triton, wait_for_inputs
 
@@ -44,7 +44,7 @@ def mla_scores_kernel(
     KEY_START: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The wide form's first part: one tile's scores of one step's keys, -inf where a row does not see the key."""
+    """The wide form's first half: one tile's scores of one step's keys, -inf where a row does not see the key."""
     slot, q_row, count, position = find_tile(
         first_tile + tl.program_id(0), idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES, SEARCH
     )
@@ -82,103 +82,41 @@ def mla_scores_kernel(
         tl.store(target + tl.arange(0, STEP_KEYS)[None, :], scores)
 
 
-@triton.jit(do_not_specialize=["first_tile", "num_requests", "num_steps"])
-def mla_weights_kernel(
-    scores_ptr,
-    weights_ptr,
-    decays_ptr,
-    sums_ptr,
-    idx_mapping_ptr,
-    query_start_loc_ptr,
-    seq_lens_ptr,
-    first_tile,
-    num_requests,
-    num_steps,
-    scale_log2,
-    HEADS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    STEP_KEYS: tl.constexpr,
-    SPLIT_KEYS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SEARCH: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """The wide form's second part: GROUP rows of a tile turn one split's scores into weights, step by step.
-
-    Leaves each step's weights and the factor by which what came before it shrinks, and the split's maximum and sum.
-    """
-    GROUPS: tl.constexpr = HEADS * QUERIES // GROUP
-    split = tl.program_id(2) // GROUPS
-    _, _, count, position = find_tile(
-        first_tile + tl.program_id(0), idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES, SEARCH
-    )
-    wait_for_inputs(PDL)  # the layout of the step is older than the kernel before this one
-    low = split * SPLIT_KEYS
-    end = tl.maximum(tl.minimum(low + SPLIT_KEYS, position + count), low)
-    if (count > 0) & ((low < end) | (split == 0)):
-        ROWS: tl.constexpr = HEADS * QUERIES
-        row = tl.program_id(2) % GROUPS * GROUP + tl.arange(0, GROUP)
-        key = tl.arange(0, STEP_KEYS)
-        place = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
-        first_row = place * num_steps * ROWS
-        dtype: tl.constexpr = weights_ptr.dtype.element_ty
-        row_max = tl.full([GROUP], NO_MAX, dtype=tl.float32)
-        row_sum = tl.zeros([GROUP, SUM_COLUMNS], dtype=tl.float32)
-        ones = tl.full([STEP_KEYS, SUM_COLUMNS], 1.0, dtype=dtype)
-        for start in range(low, end, STEP_KEYS):
-            at = first_row + start // STEP_KEYS * ROWS + row
-            cells = at[:, None] * STEP_KEYS + key[None, :]
-            scores = tl.load(scores_ptr + cells)
-            new_max = tl.maximum(row_max, tl.max(scores, axis=1))
-            decay = tl.exp2((row_max - new_max) * scale_log2)
-            weights = tl.exp2((scores - new_max[:, None]) * scale_log2).to(dtype)
-            row_sum = tl.dot(weights, ones, row_sum * decay[:, None], input_precision="ieee")
-            row_max = new_max
-            tl.store(weights_ptr + cells, weights)
-            tl.store(decays_ptr + at, decay)
-        sums = sums_ptr + ((place * SPLITS + split) * ROWS + row) * 2
-        tl.store(sums, row_max)
-        tl.store(sums + 1, tl.max(row_sum, axis=1))
-
-
 @triton.jit
 def _values_step(
     start,
     end,
+    row_max,
+    row_sum,
     acc,
-    weights_ptr,
-    decays_ptr,
-    first_row,
+    scores_ptr,
     cache_ptr,
     table_ptr,
     column,
     rank,
     width,
+    scale_log2,
     ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     STEP_KEYS: tl.constexpr,
     KEY_START: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Add a step's values, weighted."""
-    key = tl.arange(0, STEP_KEYS)
-    at = first_row + start // STEP_KEYS * ROWS + tl.arange(0, ROWS)
-    weights = tl.load(weights_ptr + at[:, None] * STEP_KEYS + key[None, :])
-    decay = tl.load(decays_ptr + at)
+    """Take in a step's keys with their scores from `mla_scores_kernel`."""
+    step = tl.arange(0, STEP_KEYS)
+    row = tl.arange(0, ROWS)
+    scores = tl.load(scores_ptr + (start // STEP_KEYS * ROWS + row)[:, None] * STEP_KEYS + step[None, :])
     values = cache_ptr + cache_rows(start, end, table_ptr, BLOCK_SIZE, STEP_KEYS, MASKED)[:, None] * width
     mask = (column < rank)[None, :]
     if MASKED:
-        mask = mask & ((start + key < end) & (start + key >= KEY_START))[:, None]
+        mask = mask & ((start + step < end) & (start + step >= KEY_START))[:, None]
     block = load_values(values + column[None, :], mask, MASKED)
-    return tl.dot(weights, block, acc * decay[:, None], input_precision="ieee")
+    return take_in(scores, block, row_max, row_sum, acc, scale_log2, STEP_KEYS)
 
 
 @triton.jit(do_not_specialize=["first_tile", "num_requests", "num_steps"])
 def mla_values_kernel(
-    weights_ptr,
-    decays_ptr,
-    sums_ptr,
+    scores_ptr,
     cache_ptr,
     block_tables_ptr,
     block_tables_stride,
@@ -193,6 +131,7 @@ def mla_values_kernel(
     num_heads,
     rank,
     rope_width,
+    scale_log2,
     HEADS: tl.constexpr,
     QUERIES: tl.constexpr,
     RANK: tl.constexpr,
@@ -205,7 +144,7 @@ def mla_values_kernel(
     KEY_START: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The wide form's last part: one tile's rows, one split's keys, a slice of the values' columns."""
+    """The wide form's second half: one tile's rows, one split's keys, a slice of the values' columns."""
     SLICES: tl.constexpr = RANK // SLICE
     split = tl.program_id(2) // SLICES
     part = tl.program_id(2) % SLICES
@@ -223,29 +162,30 @@ def mla_values_kernel(
         place = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
         column = part * SLICE + tl.arange(0, SLICE)
         table_ptr = block_tables_ptr + slot * block_tables_stride
-        first_row = place * num_steps * ROWS
+        tile_scores = scores_ptr + place * num_steps * ROWS * STEP_KEYS
         width = rank + rope_width
+        row_max = tl.full([ROWS], NO_MAX, dtype=tl.float32)
+        row_sum = tl.zeros([ROWS, SUM_COLUMNS], dtype=tl.float32)
         acc = tl.zeros([ROWS, SLICE], dtype=tl.float32)
         lead, full = full_range(low, end, position, STEP_KEYS, KEY_START)
         if KEY_START > 0:
             for start in range(low, lead, STEP_KEYS):
-                acc = _values_step(
-                    start, end, acc, weights_ptr, decays_ptr, first_row, cache_ptr, table_ptr, column, rank, width,
-                    ROWS, BLOCK_SIZE, STEP_KEYS, KEY_START, True,
+                row_max, row_sum, acc = _values_step(
+                    start, end, row_max, row_sum, acc, tile_scores, cache_ptr, table_ptr, column, rank, width,
+                    scale_log2, ROWS, BLOCK_SIZE, STEP_KEYS, KEY_START, True,
                 )  # fmt: skip
         for start in range(lead, full, STEP_KEYS):
-            acc = _values_step(
-                start, end, acc, weights_ptr, decays_ptr, first_row, cache_ptr, table_ptr, column, rank, width,
-                ROWS, BLOCK_SIZE, STEP_KEYS, KEY_START, False,
+            row_max, row_sum, acc = _values_step(
+                start, end, row_max, row_sum, acc, tile_scores, cache_ptr, table_ptr, column, rank, width,
+                scale_log2, ROWS, BLOCK_SIZE, STEP_KEYS, KEY_START, False,
             )  # fmt: skip
         for start in range(full, end, STEP_KEYS):
-            acc = _values_step(
-                start, end, acc, weights_ptr, decays_ptr, first_row, cache_ptr, table_ptr, column, rank, width,
-                ROWS, BLOCK_SIZE, STEP_KEYS, KEY_START, True,
+            row_max, row_sum, acc = _values_step(
+                start, end, row_max, row_sum, acc, tile_scores, cache_ptr, table_ptr, column, rank, width,
+                scale_log2, ROWS, BLOCK_SIZE, STEP_KEYS, KEY_START, True,
             )  # fmt: skip
-        sums = sums_ptr + ((place * SPLITS + split) * ROWS + row) * 2
         store_result(
-            acc, tl.load(sums), tl.load(sums + 1), out_ptr, partial_ptr, place * SPLITS + split, row,
+            acc, row_max, row_sum, out_ptr, partial_ptr, place * SPLITS + split, row,
             (q_row + query) * num_heads + head, (head < num_heads) & (query < count), column, rank, part == 0, RANK,
             ROWS, SPLITS,
         )  # fmt: skip

@@ -24,7 +24,7 @@ SUB = 128  # logits that share a maximum
 BLOCK = 4096  # logits of a program
 _MAX_COLLECTED = 4096
 _PIECE = 1024  # of the collected ones, at a time
-_SEARCH_BLOCK = 8192  # of a row that is searched, at a time
+_SEARCH_BLOCK = 4096  # of a row that is searched, at a time
 
 
 @triton.jit
@@ -221,17 +221,11 @@ def _smallest_kept(source_ptr, length, low, high, wanted, above, top, BY_MASS: t
                 units += over.to(tl.int64)
             highest = tl.maximum(highest, tl.where(inside & (key <= middle), key, -0x80000000))
             lowest = tl.minimum(lowest, tl.where(over, key, 0x7FFFFFFF))
-        if (above + tl.sum(units, axis=0)).to(tl.float64) < wanted:
+        if above + tl.sum(units, axis=0).to(tl.float64) < wanted:
             high_key = tl.maximum(tl.max(highest, axis=0).to(tl.int64), low_key)
         else:
             low_key = tl.minimum(tl.min(lowest, axis=0).to(tl.int64), high_key)
     return _value(high_key.to(tl.int32))
-
-
-@triton.jit
-def _fold(values, BLOCK: tl.constexpr):
-    """Sums of four neighbours each, which one thread holds."""
-    return tl.sum(tl.reshape(values, [BLOCK // 4, 4]), axis=1)
 
 
 @triton.jit
@@ -269,7 +263,7 @@ def _search_row(
         low = _smallest_from(row_ptr, vocab_size, least, top, BLOCK)
     high = top
     left = tl.full([], 0, tl.int32) + vocab_size
-    above = tl.full([], 0, tl.int64)
+    above = tl.full([], 0, tl.float64)
     reached = left > 0
     rounds = tl.full([], 0, tl.int32)
     while (rounds == 0) | ((left > MAX_COLLECTED) & (rounds < 12)):
@@ -277,51 +271,50 @@ def _search_row(
         first = low + quarter
         second = low + quarter * 2.0
         third = low + quarter * 3.0
-        units_0 = tl.zeros([BLOCK // 4], tl.int64)
-        units_1 = tl.zeros([BLOCK // 4], tl.int64)
-        units_2 = tl.zeros([BLOCK // 4], tl.int64)
-        units_3 = tl.zeros([BLOCK // 4], tl.int64)
-        counts_0 = tl.zeros([BLOCK // 4], tl.int32)
-        counts_1 = tl.zeros([BLOCK // 4], tl.int32)
-        counts_2 = tl.zeros([BLOCK // 4], tl.int32)
-        counts_3 = tl.zeros([BLOCK // 4], tl.int32)
-        for start in range(0, vocab_size, BLOCK):
+        counts_0 = tl.zeros([BLOCK], tl.int32)
+        counts_1 = tl.zeros([BLOCK], tl.int32)
+        counts_2 = tl.zeros([BLOCK], tl.int32)
+        counts_3 = tl.zeros([BLOCK], tl.int32)
+        masses_0 = tl.zeros([BLOCK], tl.float32)
+        masses_1 = tl.zeros([BLOCK], tl.float32)
+        masses_2 = tl.zeros([BLOCK], tl.float32)
+        masses_3 = tl.zeros([BLOCK], tl.float32)
+        for start in tl.range(0, vocab_size, BLOCK, num_stages=3):
             logits = _clean(tl.load(row_ptr + start + at, mask=at < vocab_size - start, other=float("-inf")))
             inside = (logits > low) & (logits <= high)
-            count = inside.to(tl.int32)
-            counts_0 += _fold(count, BLOCK)
-            counts_1 += _fold(tl.where(logits > first, count, 0), BLOCK)
-            counts_2 += _fold(tl.where(logits > second, count, 0), BLOCK)
-            counts_3 += _fold(tl.where(logits > third, count, 0), BLOCK)
+            counts_0 += inside.to(tl.int32)
+            counts_1 += (inside & (logits > first)).to(tl.int32)
+            counts_2 += (inside & (logits > second)).to(tl.int32)
+            counts_3 += (inside & (logits > third)).to(tl.int32)
             if BY_MASS:
-                units = tl.where(inside, _weight(logits, top), 0)
-                units_0 += _fold(units, BLOCK)
-                units_1 += _fold(tl.where(logits > first, units, 0), BLOCK)
-                units_2 += _fold(tl.where(logits > second, units, 0), BLOCK)
-                units_3 += _fold(tl.where(logits > third, units, 0), BLOCK)
+                mass = tl.where(inside, tl.exp(tl.maximum(logits - top, -31.0)), 0.0)
+                masses_0 += mass
+                masses_1 += tl.where(logits > first, mass, 0.0)
+                masses_2 += tl.where(logits > second, mass, 0.0)
+                masses_3 += tl.where(logits > third, mass, 0.0)
         num_0 = tl.sum(counts_0, axis=0)
         num_1 = tl.sum(counts_1, axis=0)
         num_2 = tl.sum(counts_2, axis=0)
         num_3 = tl.sum(counts_3, axis=0)
-        if BY_MASS:
-            sum_0 = tl.sum(units_0, axis=0)
-            sum_1 = tl.sum(units_1, axis=0)
-            sum_2 = tl.sum(units_2, axis=0)
-            sum_3 = tl.sum(units_3, axis=0)
+        if BY_MASS:  # in an order that is the same for every row, so that floats do
+            sum_0 = tl.sum(masses_0, axis=0).to(tl.float64) * 34359738368.0
+            sum_1 = tl.sum(masses_1, axis=0).to(tl.float64) * 34359738368.0
+            sum_2 = tl.sum(masses_2, axis=0).to(tl.float64) * 34359738368.0
+            sum_3 = tl.sum(masses_3, axis=0).to(tl.float64) * 34359738368.0
         else:
-            sum_0 = num_0.to(tl.int64)
-            sum_1 = num_1.to(tl.int64)
-            sum_2 = num_2.to(tl.int64)
-            sum_3 = num_3.to(tl.int64)
-        in_3 = (above + sum_3).to(tl.float64) >= wanted
-        in_2 = (above + sum_2).to(tl.float64) >= wanted
-        in_1 = (above + sum_1).to(tl.float64) >= wanted
-        reached = (above + sum_0).to(tl.float64) >= wanted  # else every logit in the range stays, and the smallest
+            sum_0 = num_0.to(tl.float64)
+            sum_1 = num_1.to(tl.float64)
+            sum_2 = num_2.to(tl.float64)
+            sum_3 = num_3.to(tl.float64)
+        in_3 = above + sum_3 >= wanted
+        in_2 = above + sum_2 >= wanted
+        in_1 = above + sum_1 >= wanted
+        reached = above + sum_0 >= wanted  # else every logit in the range stays, and the smallest
         low = tl.where(in_3, third, tl.where(in_2, second, tl.where(in_1, first, low)))
         high = tl.where(in_3, high, tl.where(in_2, third, tl.where(in_1, second, first)))
         left = tl.where(in_3, num_3, tl.where(in_2, num_2 - num_3, tl.where(in_1, num_1 - num_2, num_0 - num_1)))
         left = tl.where(reached, left, 0)
-        above += tl.where(in_3, 0, tl.where(in_2, sum_3, tl.where(in_1, sum_2, sum_1)))
+        above += tl.where(in_3, 0.0, tl.where(in_2, sum_3, tl.where(in_1, sum_2, sum_1)))
         rounds += 1
     fits = reached & (left <= MAX_COLLECTED)
     offset = tl.full([], 0, tl.int32)
@@ -393,7 +386,7 @@ def _search_kernel(
     whole = (count > 0) & (count <= MAX_COLLECTED)  # the scratch holds every logit from the cut on
     threshold = tl.full([], float("-inf"), tl.float32)
     wanted = k.to(tl.float64)
-    nothing = tl.full([], 0, tl.int64)
+    nothing = tl.full([], 0, tl.float64)
     if k > 0:
         whole = whole & (k <= count)
         if whole:
@@ -406,7 +399,7 @@ def _search_kernel(
         source = tl.where(whole, scratch_ptr, row_ptr)
         length = tl.where(whole, count, vocab_size)
         total = tl.load(mass_ptr + row)
-        held = nothing
+        held = tl.full([], 0, tl.int64)
         if whole | (k > 0):
             held = _mass_from(source, length, threshold, top, PIECE)
         if k > 0:

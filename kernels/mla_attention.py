@@ -17,8 +17,8 @@ from specgen.kernels._checks import check, check_same_device
 from specgen.kernels._mla_common import mla_join_kernel
 from specgen.kernels._mla_plan import KEYS, Slab, plan_slabs
 from specgen.kernels._mla_whole import mla_split_kernel
-from specgen.kernels._mla_wide import mla_scores_kernel, mla_values_kernel, mla_weights_kernel
-from specgen.kernels._triton import can_use_tma, descriptor, pdl, triton
+from specgen.kernels._mla_wide import mla_scores_kernel, mla_values_kernel
+from specgen.kernels._triton import pdl, triton
 from specgen.kernels.linear import item_product, rows_keep_bits
 
 _CPU_QUERIES = 4  # query tokens a tile
@@ -28,7 +28,6 @@ _STEP_KEYS = 64
 _SPLIT_KEYS = 1024
 # Up to so many tiles a step's keys and values are spread over the machine; a matter of speed, bits are equal.
 _WIDE_TILES = 64
-_WEIGHT_ROWS = 16  # rows of a tile whose weights a program makes
 _FEW_TILES = 8
 # Columns of the values a program takes, inner columns of a score's step and stages: for few tiles, and for more.
 _WIDE_FEW = (32, 128, 4)
@@ -200,7 +199,7 @@ def mla_attention_triton(
         return out
     heads = min(triton.next_power_of_2(num_heads), _TILE_ROWS)
     queries = _TILE_ROWS // heads
-    rank = max(32, triton.next_power_of_2(kv_lora_rank))
+    rank = max(16, triton.next_power_of_2(kv_lora_rank))
     rope = max(16, triton.next_power_of_2(width - kv_lora_rank))
     head_groups = triton.cdiv(num_heads, heads)
     splits = max(1, triton.cdiv(max_seq_len, _SPLIT_KEYS))
@@ -209,25 +208,16 @@ def mla_attention_triton(
     num_tiles = num_tokens // queries + num_requests
     is_wide = num_tiles * head_groups <= _WIDE_TILES
     partial_bytes = head_groups * splits * _TILE_ROWS * (rank + 2) * 4 if splits > 1 else 0
-    num_scores = head_groups * steps * _TILE_ROWS * _STEP_KEYS if is_wide else 0
-    tiles_a_launch = max(1, min(num_tiles, _SCRATCH_BYTES // max(1, partial_bytes + num_scores * 8)))
+    scores_bytes = head_groups * steps * _TILE_ROWS * _STEP_KEYS * 4 if is_wide else 0
+    tiles_a_launch = max(1, min(num_tiles, _SCRATCH_BYTES // max(1, partial_bytes + scores_bytes)))
     partial = torch.empty(partial_bytes // 4 * tiles_a_launch, dtype=torch.float32, device=q.device)
-    scores = torch.empty(num_scores * tiles_a_launch, dtype=torch.float32, device=q.device)
-    weights = torch.empty_like(scores, dtype=q.dtype)
-    decays = torch.empty_like(scores[::_STEP_KEYS])
-    sums = scores.new_empty(tiles_a_launch * head_groups * splits * _TILE_ROWS * 2 if is_wide else 0)
+    scores = torch.empty(scores_bytes // 4 * tiles_a_launch, dtype=torch.float32, device=q.device)
     step = (block_tables, block_tables.stride(0), idx_mapping, query_start_loc, seq_lens)
     shared = {"HEADS": heads, "QUERIES": queries, "SEARCH": num_requests.bit_length(), **pdl()}
     cut = {"RANK": rank, "SPLIT_KEYS": _SPLIT_KEYS, "SPLITS": splits, **shared}
     paged = {"BLOCK_SIZE": kv_cache.shape[1], "STEP_KEYS": _STEP_KEYS, "KEY_START": key_start}
     sizes = (num_requests, num_heads, kv_lora_rank)
     rope_width, scale_log2 = width - kv_lora_rank, scale * _LOG2_E
-    # A step's keys are one piece of the cache, and the tile's columns are the cache's.
-    by_tma = (
-        kv_cache.shape[1] % _STEP_KEYS == 0 and rank == kv_lora_rank and rope == rope_width and can_use_tma(kv_cache)
-    )
-    rows = kv_cache.view(-1, width)
-    blocks = [descriptor(rows, [_STEP_KEYS, n]) if by_tma else kv_cache for n in (rank // 2, rope)]
     for first_tile in range(0, num_tiles, tiles_a_launch):
         tiles = min(tiles_a_launch, num_tiles - first_tile)
         if is_wide:
@@ -237,18 +227,14 @@ def mla_attention_triton(
                 q, kv_cache, *step, scores, first_tile, *sizes, rope_width,
                 RANK=rank, ROPE=rope, CHUNK=min(chunk, rank), num_warps=4, num_stages=stages, **paged, **shared,
             )  # fmt: skip
-            mla_weights_kernel[(tiles, head_groups, splits * (_TILE_ROWS // _WEIGHT_ROWS))](
-                scores, weights, decays, sums, *step[2:], first_tile, num_requests, steps, scale_log2,
-                STEP_KEYS=_STEP_KEYS, SPLIT_KEYS=_SPLIT_KEYS, SPLITS=splits, GROUP=_WEIGHT_ROWS, num_warps=2, **shared,
-            )  # fmt: skip
             mla_values_kernel[(tiles, head_groups, splits * (rank // column_slice))](
-                weights, decays, sums, kv_cache, *step, out, partial, first_tile, num_requests, steps, *sizes[1:],
-                rope_width, SLICE=column_slice, num_warps=4, num_stages=4, **paged, **cut,
+                scores, kv_cache, *step, out, partial, first_tile, num_requests, steps, *sizes[1:], rope_width,
+                scale_log2, SLICE=column_slice, num_warps=4, num_stages=3, **paged, **cut,
             )  # fmt: skip
         else:
-            mla_split_kernel[(tiles, head_groups, splits * 2)](
-                q, kv_cache, *blocks, *step, out, partial, first_tile, *sizes, rope_width, scale_log2,
-                ROPE=rope, BY_TMA=by_tma, num_warps=4, num_stages=2, **paged, **cut,
+            mla_split_kernel[(tiles, head_groups, splits)](
+                q, kv_cache, *step, out, partial, first_tile, *sizes, rope_width, scale_log2,
+                ROPE=rope, num_warps=8, num_stages=2, **paged, **cut,
             )  # fmt: skip
         if splits > 1:
             mla_join_kernel[(tiles, head_groups, _TILE_ROWS)](

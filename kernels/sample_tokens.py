@@ -32,8 +32,8 @@ from specgen.kernels.temperature import apply_temperature
 from specgen.kernels.top_k_top_p import apply_top_k_top_p
 from specgen.kernels.typical_p import apply_typical_p
 
-# Of the kernels that draw: without fused multiply-adds, so that a row's bits do not depend on which of them drew it, nor
-# on what else was compiled into that.
+# Of the kernels that draw: without fused multiply-adds, so that a row's bits do not depend on which of them drew it,
+# nor on what else was compiled into that one.
 _OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 
 

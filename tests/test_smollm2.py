@@ -36,8 +36,8 @@ def test_logits_equal_transformers_and_the_head_is_well(folder: Path) -> None:
     oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     with torch.inference_mode():
         want = oracle(torch.tensor(prompts[:1])).logits[0]
-    # 30 layers of other orders of summation; logits are up to 30
-    assert (whole_sequence_logits(model.target, prompts[0]) - want).abs().max() < 2e-3
+    # other orders of summation in 30 layers: at most 4.5e-5 was measured, of logits up to 31
+    assert (whole_sequence_logits(model.target, prompts[0]) - want).abs().max() < 5e-4
     health = measure_head(model.target, model.mtp, prompts, 2)
     assert health.problem is None
     assert health.rates[0] > 0.2 and health.overlap > 0.25

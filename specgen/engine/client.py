@@ -94,7 +94,8 @@ class EngineClient:
 
         `drafter_factory` replaces the model's draft layers; `check` asserts the conservation laws after every step.
         `on_load_progress(bytes so far, in all)` is called from other threads while the weights are read. With
-        `random_weights`, `folder` needs to hold nothing but the model's configuration. `drafting`: how drafts are drawn.
+        `random_weights`, `folder` needs to hold nothing but the model's configuration. `drafting`: how drafts are
+        drawn.
 
         Raises:
             ModelError, EngineError, RecipeError: model, machine and recipe do not fit together.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from specgen.errors import SpecgenError
+from specgen.errors import ModelError, SpecgenError
 from specgen.models.checkpoint import Checkpoint
 from specgen.models.config import ModelConfig, load_config_json, read_config
 from specgen.models.deepseek_v3 import MoE
@@ -50,7 +50,8 @@ class Inspection:
 
     draft_layers: that the checkpoint, or the head's folder, really holds. stored: bytes by dtype. weight_bytes,
     kv_bytes_per_token: in `dtype`, draft layers included. kv_tokens: that fit beside the weights on the first device.
-    tensor_parallel: how many such devices hold the weights; 1 if one does. problems: what stops a run.
+    tensor_parallel: how many such devices hold the weights; 1 if one does. head_properties: what is declared about the
+    draft head, and whose embedding and output head it uses. problems: what stops a run.
     """
 
     folder: str
@@ -73,6 +74,7 @@ class Inspection:
     prefix_ids: list[int] = field(default_factory=list)
     chat_template: str | None = None
     generation_config: dict[str, Any] = field(default_factory=dict)
+    head_properties: dict[str, str] = field(default_factory=dict)
     head: HeadHealth | None = None
     head_note: str | None = None
     problems: list[str] = field(default_factory=list)
@@ -104,7 +106,11 @@ def inspect_model(
 
     Raises: ModelError if the folder is none of a model that is supported.
     """
-    config, checkpoint = read_config(folder), Checkpoint(folder)
+    config, checkpoint, problem = read_config(folder), None, None
+    try:
+        checkpoint = Checkpoint(folder)
+    except ModelError as error:  # the shape alone tells most of it
+        problem = str(error)
     parts = _parts(config, checkpoint, head_folder, dtype)
     total, active = _count(parts.target)
     draft = sum(p.numel() for p in _own(parts)) if parts.draft is not None else 0
@@ -123,16 +129,18 @@ def inspect_model(
         parameters=total,
         active_parameters=active,
         draft_parameters=draft,
-        stored=_stored(checkpoint),
+        stored=_stored(checkpoint) if checkpoint is not None else {},
         dtype=str(dtype).removeprefix("torch."),
         weight_bytes=weight_bytes,
         kv_bytes_per_token=kv,
         devices=devices,
         kv_tokens=max(0, int(room - weight_bytes) // kv),
         tensor_parallel=_devices_needed(weight_bytes, devices[0].total * _SHARE),
-        problems=parts.problems,
+        problems=parts.problems if problem is None else [problem, *parts.problems],
     )
     tokenizer = _read_tokens(found, folder)
+    if parts.draft is not None:
+        found.head_properties = _head_properties(parts)
     if parts.draft is None:
         found.head_note = "no draft layers: plain decoding, or a head from a second folder"
     elif found.problems or tokenizer is None:
@@ -146,7 +154,8 @@ def inspect_model(
     return found
 
 
-def _parts(config: ModelConfig, checkpoint: Checkpoint, head_folder: Path | None, dtype: torch.dtype) -> _Parts:
+def _parts(config: ModelConfig, checkpoint: Checkpoint | None, head_folder: Path | None, dtype: torch.dtype) -> _Parts:
+    """Target and draft layers; without a checkpoint, what the configuration promises."""
     family = find_family(config.model_type)
     target = family.build(config, 1, dtype, _META)
     plan, problems = family.plan(target), []
@@ -166,22 +175,25 @@ def _parts(config: ModelConfig, checkpoint: Checkpoint, head_folder: Path | None
             )
         if num_layers:
             assert family.draft is not None
-            draft = family.draft.build(target, num_layers, checkpoint.names, dtype, _META)
-            draft_plan = family.draft.plan(draft, config, checkpoint.names)
+            names = checkpoint.names if checkpoint is not None else frozenset[str]()
+            draft = family.draft.build(target, num_layers, names, dtype, _META)
+            draft_plan = family.draft.plan(draft, config, names)
             problems += _problems(draft_plan, checkpoint)
     return _Parts(target, draft, plan, draft_plan, num_layers, [*_problems(plan, checkpoint), *problems])
 
 
-def _own_draft_layers(family: Family, config: ModelConfig, checkpoint: Checkpoint) -> int:
+def _own_draft_layers(family: Family, config: ModelConfig, checkpoint: Checkpoint | None) -> int:
     """How many of the promised draft layers have tensors."""
-    if family.draft is None:
-        return 0
+    if family.draft is None or checkpoint is None:
+        return config.num_nextn_predict_layers if family.draft is not None else 0
     prefixes = [family.draft.prefix(config, i) for i in range(config.num_nextn_predict_layers)]
     return sum(any(name.startswith(prefix) for name in checkpoint.names) for prefix in prefixes)
 
 
-def _problems(plan: Plan, checkpoint: Checkpoint) -> list[str]:
+def _problems(plan: Plan, checkpoint: Checkpoint | None) -> list[str]:
     """Tensors that are missing or of another shape, the first of each kind."""
+    if checkpoint is None:
+        return []
     problems = []
     missing = sorted(plan.keys() - checkpoint.names)
     if missing:
@@ -213,6 +225,21 @@ def _own(parts: _Parts) -> list[torch.nn.Parameter]:
     """The draft layers' parameters that are not the target's."""
     shared = {id(p) for p in parts.target.parameters()}
     return [p for p in parts.draft.parameters() if id(p) not in shared]
+
+
+def _head_properties(parts: _Parts) -> dict[str, str]:
+    """What the first draft layer is run under, and what it shares with the target."""
+    layer = parts.draft.layers[0]
+    hidden_first = getattr(layer, "hidden_first", False)  # DeepSeek's layer takes the embedding first
+    own_embedding = parts.draft.embed_tokens is not parts.target.embed_tokens
+    own_head = parts.draft.heads[0] is not parts.target.lm_head
+    return {
+        "hidden states": "after the final norm" if parts.target.head_reads_normed else "before the final norm",
+        "projection": "hidden state first" if hidden_first else "embedding first",
+        "position 0": "masked" if layer.mask_first_embedding else "not masked",
+        "embedding": "its own" if own_embedding else "the model's",
+        "output head": "its own" if own_head else "the model's",
+    }
 
 
 def _stored(checkpoint: Checkpoint) -> dict[str, int]:

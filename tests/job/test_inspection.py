@@ -32,6 +32,8 @@ def test_the_bundled_model() -> None:
     assert found.kv_bytes_per_token == 5 * (64 + 16) * 4
     assert [(t.token_id, len(t.origins)) for t in found.stop_tokens] == [(1, 3)]
     assert found.head is not None and found.head.problem is None
+    assert found.head_properties["hidden states"] == "after the final norm"
+    assert found.head_properties["embedding"] == found.head_properties["output head"] == "the model's"
     assert not found.problems
 
 
@@ -50,6 +52,8 @@ def test_a_tied_head_counts_once_and_a_head_folder_counts_its_own(tmp_path: Path
     found = inspect(write_folder(tmp_path / "model", config), head)
     assert found.parameters == sum(t.numel() for t in random_weights(config).values())
     assert found.draft_parameters == sum(t.numel() for t in random_head(head_config).values())
+    assert found.head_properties["hidden states"] == "before the final norm"
+    assert found.head_properties["projection"] == "hidden state first"
 
 
 def test_what_stops_a_run_is_told_at_once(tmp_path: Path) -> None:
@@ -62,6 +66,16 @@ def test_what_stops_a_run_is_told_at_once(tmp_path: Path) -> None:
     assert "1 tensors are missing, the first is 'model.layers.1.mlp.up_proj.weight'" in problems
     assert "'model.norm.weight' in model.safetensors: [47], and config.json asks for [48]" in problems
     assert "promises 1 draft layers, the files hold 0" in problems
+
+
+def test_a_configuration_alone_tells_its_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_folder(tmp_path, config_of("glm4_moe"))
+    whole = inspect(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    found = inspect(tmp_path)
+    assert (found.parameters, found.draft_parameters) == (whole.parameters, whole.draft_parameters)
+    assert any("no *.safetensors file" in problem for problem in found.problems)
+    assert main(["inspect", str(tmp_path)]) == 2
 
 
 def test_more_devices_than_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
