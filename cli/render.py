@@ -2,7 +2,6 @@
 
 import contextlib
 import sys
-from typing import TYPE_CHECKING
 
 import rich.console
 from rich.console import RenderableType
@@ -11,11 +10,6 @@ from rich.table import Table
 from specgen.errors import InputError
 from specgen.stats import RunStats, SpecStats
 
-if TYPE_CHECKING:  # they bring the engine's modules
-    pass
-
-# Without a terminal: seconds between two lines of progress.
-_LINE_SECONDS = 5.0
 _BAR_WIDTH = 30
 
 

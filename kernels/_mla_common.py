@@ -57,14 +57,14 @@ def cache_rows(start, end, table_ptr, BLOCK_SIZE: tl.constexpr, STEP_KEYS: tl.co
 
 
 @triton.jit
-def load_values(values, mask, MASKED: tl.constexpr):
-    """Return a block of values, cleared where it is not finite if MASKED.
+def load_values(values, mask, DTYPE: tl.constexpr, MASKED: tl.constexpr):
+    """Return a block of values in the queries' dtype, cleared where it is not finite if MASKED.
 
     A later query's key may be unwritten (a rejected draft's), and 0 * NaN would reach the queries before it.
     """
-    block = tl.load(values, mask=mask, other=0.0)
+    block = tl.load(values, mask=mask, other=0.0).to(DTYPE)
     if MASKED:
-        block = tl.where(tl.abs(block.to(tl.float32)) < float("inf"), block, 0.0).to(values.dtype.element_ty)
+        block = tl.where(tl.abs(block.to(tl.float32)) < float("inf"), block, 0.0).to(DTYPE)
     return block
 
 

@@ -48,8 +48,8 @@ def _mla_step(
         in_range = (key < end) & (key >= KEY_START)
         latent_mask = latent_mask & in_range[:, None]
         rope_mask = rope_mask & in_range[:, None]
-    latent = load_values(cache_row[:, None] + latent_column[None, :], latent_mask, MASKED)
-    rope = tl.load(cache_row[:, None] + rank + rope_column[None, :], mask=rope_mask, other=0.0)
+    latent = load_values(cache_row[:, None] + latent_column[None, :], latent_mask, q_latent.dtype, MASKED)
+    rope = tl.load(cache_row[:, None] + rank + rope_column[None, :], mask=rope_mask, other=0.0).to(q_rope.dtype)
     scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
     scores = tl.dot(q_rope, tl.trans(rope), scores, input_precision="ieee")
     if MASKED:

@@ -69,12 +69,12 @@ def mla_scores_kernel(
             is_column = column < rank
             q = tl.load(q_rows + column[None, :], mask=real[:, None] & is_column[None, :], other=0.0)
             k = tl.load(key_rows + column[:, None], mask=in_range[None, :] & is_column[:, None], other=0.0)
-            scores = tl.dot(q, k, scores, input_precision="ieee")
+            scores = tl.dot(q, k.to(q.dtype), scores, input_precision="ieee")
         column = tl.arange(0, ROPE)
         is_column = column < rope_width
         q = tl.load(q_rows + rank + column[None, :], mask=real[:, None] & is_column[None, :], other=0.0)
         k = tl.load(key_rows + rank + column[:, None], mask=in_range[None, :] & is_column[:, None], other=0.0)
-        scores = tl.dot(q, k, scores, input_precision="ieee")
+        scores = tl.dot(q, k.to(q.dtype), scores, input_precision="ieee")
         visible = in_range[None, :] & (key[None, :] <= (position + query)[:, None])
         scores = tl.where(visible, scores, float("-inf"))
         place = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
@@ -100,6 +100,7 @@ def _values_step(
     BLOCK_SIZE: tl.constexpr,
     STEP_KEYS: tl.constexpr,
     KEY_START: tl.constexpr,
+    DTYPE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Take in a step's keys with their scores from `mla_scores_kernel`."""
@@ -110,7 +111,7 @@ def _values_step(
     mask = (column < rank)[None, :]
     if MASKED:
         mask = mask & ((start + step < end) & (start + step >= KEY_START))[:, None]
-    block = load_values(values + column[None, :], mask, MASKED)
+    block = load_values(values + column[None, :], mask, DTYPE, MASKED)
     return take_in(scores, block, row_max, row_sum, acc, scale_log2, STEP_KEYS)
 
 
@@ -172,17 +173,17 @@ def mla_values_kernel(
             for start in range(low, lead, STEP_KEYS):
                 row_max, row_sum, acc = _values_step(
                     start, end, row_max, row_sum, acc, tile_scores, cache_ptr, table_ptr, column, rank, width,
-                    scale_log2, ROWS, BLOCK_SIZE, STEP_KEYS, KEY_START, True,
+                    scale_log2, ROWS, BLOCK_SIZE, STEP_KEYS, KEY_START, out_ptr.dtype.element_ty, True,
                 )  # fmt: skip
         for start in range(lead, full, STEP_KEYS):
             row_max, row_sum, acc = _values_step(
                 start, end, row_max, row_sum, acc, tile_scores, cache_ptr, table_ptr, column, rank, width,
-                scale_log2, ROWS, BLOCK_SIZE, STEP_KEYS, KEY_START, False,
+                scale_log2, ROWS, BLOCK_SIZE, STEP_KEYS, KEY_START, out_ptr.dtype.element_ty, False,
             )  # fmt: skip
         for start in range(full, end, STEP_KEYS):
             row_max, row_sum, acc = _values_step(
                 start, end, row_max, row_sum, acc, tile_scores, cache_ptr, table_ptr, column, rank, width,
-                scale_log2, ROWS, BLOCK_SIZE, STEP_KEYS, KEY_START, True,
+                scale_log2, ROWS, BLOCK_SIZE, STEP_KEYS, KEY_START, out_ptr.dtype.element_ty, True,
             )  # fmt: skip
         store_result(
             acc, row_max, row_sum, out_ptr, partial_ptr, place * SPLITS + split, row,

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from specgen.kernels._checks import check, check_same_device
+from specgen.kernels._kv_cache import check_kv_cache
 from specgen.kernels._mla_plan import KEYS, Slab, plan_slabs
 from specgen.kernels._triton import pdl, tl, triton, wait_for_inputs
 from specgen.kernels.linear import item_product, rows_keep_bits
@@ -44,7 +45,7 @@ def gqa_attention(
     """Return every query head's softmax-weighted sum of the values it may see.
 
     q: [T, Hq, D], contiguous, head h reads key head h // (Hq / Hkv); kv_cache: [num_blocks, block_size, 2 Hkv D], same
-    dtype, a token's key heads, then its value heads; block_tables: [slots, MB] int32; idx_mapping: [B] int32 (request
+    dtype or FP8, a token's key heads, then its value heads; block_tables: [slots, MB] int32; idx_mapping: [B] int32 (request
     -> slot, -1 padded); query_start_loc: [B + 1] int32; seq_lens: [B] int32. Query token i of request b sits at
     position seq_lens[b] - query_len + i and sees the keys key_start..position. scale > 0 multiplies the scores;
     max_query_len and max_seq_len bound the step from the host.
@@ -55,7 +56,7 @@ def gqa_attention(
     """
     num_requests = idx_mapping.shape[0]
     check("q", q, q.dtype, None, None, None)
-    check("kv_cache", kv_cache, q.dtype, None, None, 2 * num_kv_heads * q.shape[2])
+    check_kv_cache(kv_cache, q.dtype, 2 * num_kv_heads * q.shape[2])
     check("block_tables", block_tables, torch.int32, None, None)
     check("idx_mapping", idx_mapping, torch.int32, num_requests)
     check("query_start_loc", query_start_loc, torch.int32, num_requests + 1)
@@ -68,8 +69,8 @@ def gqa_attention(
         query_start_loc=query_start_loc,
         seq_lens=seq_lens,
     )
-    if not q.is_contiguous() or not kv_cache.is_contiguous():
-        raise ValueError("q and kv_cache: expected contiguous tensors")
+    if not q.is_contiguous():
+        raise ValueError("q: expected a contiguous tensor")
     if num_kv_heads < 1 or q.shape[1] % num_kv_heads:
         raise ValueError(f"num_kv_heads: {q.shape[1]} query heads can't share {num_kv_heads} key heads")
     return (gqa_attention_triton if q.is_cuda else gqa_attention_torch)(
@@ -325,9 +326,9 @@ def _gqa_step(
     else:
         block = tl.load(table_ptr + key // BLOCK_SIZE).to(tl.int64)
     rows = keys_ptr + (block * BLOCK_SIZE + key % BLOCK_SIZE) * token_stride
-    keys = tl.load(rows[:, None] + column[None, :], mask=mask, other=0.0)
+    keys = tl.load(rows[:, None] + column[None, :], mask=mask, other=0.0).to(q.dtype)
     scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
-    values = tl.load(rows[:, None] + values_offset + column[None, :], mask=mask, other=0.0)
+    values = tl.load(rows[:, None] + values_offset + column[None, :], mask=mask, other=0.0).to(q.dtype)
     if MASKED:
         visible = in_range[None, :] & (key[None, :] <= positions[:, None])
         scores = tl.where(visible, scores, float("-inf"))

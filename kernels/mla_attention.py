@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from specgen.kernels._checks import check, check_same_device
+from specgen.kernels._kv_cache import check_kv_cache
 from specgen.kernels._mla_common import mla_join_kernel
 from specgen.kernels._mla_plan import KEYS, Slab, plan_slabs
 from specgen.kernels._mla_whole import mla_split_kernel
@@ -52,8 +53,8 @@ def mla_attention(
 ) -> torch.Tensor:
     """Return every query's softmax-weighted sum of the latents it may see.
 
-    q: [T, H, R + P], contiguous; kv_cache: [num_blocks, block_size, R + P], same dtype, the first R columns are the
-    values; block_tables: [slots, MB] int32; idx_mapping: [B] int32 (request -> slot, -1 padded); query_start_loc: [B +
+    q: [T, H, R + P], contiguous; kv_cache: [num_blocks, block_size, R + P], same dtype or FP8, the first R columns
+    are the values; block_tables: [slots, MB] int32; idx_mapping: [B] int32 (request -> slot, -1 padded); query_start_loc: [B +
     1] int32; seq_lens: [B] int32. Query token i of request b sits at position seq_lens[b] - query_len + i and sees the
     keys key_start..position. scale > 0 multiplies the scores; max_query_len and max_seq_len bound the step from the
     host.
@@ -64,7 +65,7 @@ def mla_attention(
     """
     num_requests = idx_mapping.shape[0]
     check("q", q, q.dtype, None, None, None)
-    check("kv_cache", kv_cache, q.dtype, None, None, q.shape[2])
+    check_kv_cache(kv_cache, q.dtype, q.shape[2])
     check("block_tables", block_tables, torch.int32, None, None)
     check("idx_mapping", idx_mapping, torch.int32, num_requests)
     check("query_start_loc", query_start_loc, torch.int32, num_requests + 1)
@@ -77,8 +78,8 @@ def mla_attention(
         query_start_loc=query_start_loc,
         seq_lens=seq_lens,
     )
-    if not q.is_contiguous() or not kv_cache.is_contiguous():
-        raise ValueError("q and kv_cache: expected contiguous tensors")
+    if not q.is_contiguous():
+        raise ValueError("q: expected a contiguous tensor")
     if not 0 < kv_lora_rank <= q.shape[2]:
         raise ValueError(f"kv_lora_rank: expected 1..{q.shape[2]}, got {kv_lora_rank}")
     return (mla_attention_triton if q.is_cuda else mla_attention_torch)(

@@ -6,6 +6,7 @@ Norm, rotation and cache write in one pass over a token. The rotary table comes 
 import torch
 
 from specgen.kernels._checks import check, check_same_device
+from specgen.kernels._kv_cache import check_kv_cache, store_kv, write_rows
 from specgen.kernels._triton import pdl, tl, triton, wait_for_inputs
 from specgen.kernels.rms_norm import rms_norm_torch
 from specgen.kernels.rope import apply_rope
@@ -27,8 +28,8 @@ def mla_inputs(
 
     latent: [T, R + P] and q_pe: [T, H, P], rows and heads may be strided; norm_weight: [R], same dtype; positions: [T]
     int64, clamped into the table; cos_sin: [max_pos, P] float32, see `apply_rope`; slot_mapping: [T] int64, -1 writes
-    nothing; kv_cache: [num_blocks, block_size, R + P], contiguous; q: [T, H, R + P], contiguous, its first R columns
-    stay. Raises: ValueError on a wrong dtype or shape.
+    nothing; kv_cache: [num_blocks, block_size, R + P], same dtype or FP8, contiguous; q: [T, H, R + P], contiguous, its
+    first R columns stay. Raises: ValueError on a wrong dtype or shape.
     Source: DeepSeek-V2, arXiv 2405.04434, eq. 9 to 19.
     """
     num_tokens, width = latent.shape
@@ -39,14 +40,14 @@ def mla_inputs(
     check("positions", positions, torch.int64, num_tokens)
     check("cos_sin", cos_sin, torch.float32, None, rope)
     check("slot_mapping", slot_mapping, torch.int64, num_tokens)
-    check("kv_cache", kv_cache, latent.dtype, None, None, width)
+    check_kv_cache(kv_cache, latent.dtype, width)
     check("q", q, latent.dtype, num_tokens, q_pe.shape[1], width)
     check_same_device(
         latent=latent, q_pe=q_pe, norm_weight=norm_weight, positions=positions, cos_sin=cos_sin,
         slot_mapping=slot_mapping, kv_cache=kv_cache, q=q,
     )  # fmt: skip
-    if not kv_cache.is_contiguous() or not q.is_contiguous():
-        raise ValueError("kv_cache and q: expected contiguous tensors")
+    if not q.is_contiguous():
+        raise ValueError("q: expected a contiguous tensor")
     if rope % 2 or cos_sin.shape[0] == 0:
         raise ValueError(f"rope needs an even width and a table, got {rope} and {cos_sin.shape[0]} positions")
     run = mla_inputs_triton if latent.is_cuda else mla_inputs_torch
@@ -71,11 +72,7 @@ def mla_inputs_torch(
     normed = rms_norm_torch(kv_c, norm_weight, eps)
     assert isinstance(normed, torch.Tensor)
     q_pe, k_pe = apply_rope(q_pe, k_pe, positions, cos_sin, interleaved)
-    rows = torch.cat([normed, k_pe], dim=-1)
-    written = slot_mapping >= 0
-    if not bool(written.all()):
-        rows, slot_mapping = rows[written], slot_mapping[written]
-    kv_cache.view(-1, kv_cache.shape[-1]).index_copy_(0, slot_mapping, rows)
+    write_rows(kv_cache, slot_mapping, torch.cat([normed, k_pe], dim=-1))
     q[..., rank:] = q_pe
 
 
@@ -155,11 +152,11 @@ def _mla_inputs_kernel(
         wide = tl.load(row + column, mask=in_rank, other=0.0).to(tl.float32)
         scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / rank + eps)
         normed = (wide * scale).to(dtype).to(tl.float32)
-        tl.store(target + column, (normed * weight).to(dtype), mask=in_rank)
+        store_kv(target + column, (normed * weight).to(dtype), in_rank)
         k1 = tl.load(row + rank + first, mask=in_pair, other=0.0).to(tl.float32)
         k2 = tl.load(row + rank + second, mask=in_pair, other=0.0).to(tl.float32)
-        tl.store(target + rank + first, (k1 * cos - k2 * sin).to(dtype), mask=in_pair)
-        tl.store(target + rank + second, (k2 * cos + k1 * sin).to(dtype), mask=in_pair)
+        store_kv(target + rank + first, (k1 * cos - k2 * sin).to(dtype), in_pair)
+        store_kv(target + rank + second, (k2 * cos + k1 * sin).to(dtype), in_pair)
 
     head = tl.arange(0, HEADS)[:, None].to(tl.int64)
     mask = (head < num_heads) & in_pair[None, :]

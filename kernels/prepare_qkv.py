@@ -7,6 +7,7 @@ It knows heads and slots, not requests. Everything runs in float32 within a head
 import torch
 
 from specgen.kernels._checks import check, check_same_device
+from specgen.kernels._kv_cache import check_kv_cache, store_kv, write_rows
 from specgen.kernels._triton import pdl, tl, triton, wait_for_inputs
 from specgen.kernels.rms_norm import rms_norm_torch
 
@@ -32,7 +33,7 @@ def prepare_qkv(
     qkv: [T, (Hq + 2 Hkv) D], queries first, then keys, then values, contiguous; positions: [T] int64, clamped into the
     table; cos_sin: [max_pos, P] float32, cosines in [:P/2], sines in [P/2:]: the first P of a head's D elements turn,
     in pairs (2i, 2i+1) if interleaved, else (i, i + P/2); slot_mapping: [T] int64, -1 writes nothing anywhere;
-    kv_cache: [num_blocks, block_size, 2 Hkv D], keys first, contiguous, same dtype; bias: like a row of qkv, added
+    kv_cache: [num_blocks, block_size, 2 Hkv D], keys first, contiguous, same dtype or FP8; bias: like a row of qkv, added
     first; q_norm and k_norm: [D], weights of an RMS norm of each query and key head before the rotation, both or none.
     Raises: ValueError on a wrong dtype or shape.
     Source: Su et al., arXiv 2104.09864, eq. 34 (rotation); Zhang and Sennrich, arXiv 1910.07467, eq. 4 (norm).
@@ -43,10 +44,10 @@ def prepare_qkv(
     check("positions", positions, torch.int64, qkv.shape[0])
     check("cos_sin", cos_sin, torch.float32, None, None)
     check("slot_mapping", slot_mapping, torch.int64, qkv.shape[0])
-    check("kv_cache", kv_cache, qkv.dtype, None, None, 2 * num_kv_heads * head_dim)
+    check_kv_cache(kv_cache, qkv.dtype, 2 * num_kv_heads * head_dim)
     check_same_device(qkv=qkv, positions=positions, cos_sin=cos_sin, slot_mapping=slot_mapping, kv_cache=kv_cache)
-    if not qkv.is_contiguous() or not kv_cache.is_contiguous():
-        raise ValueError("qkv and kv_cache: expected contiguous tensors")
+    if not qkv.is_contiguous():
+        raise ValueError("qkv: expected a contiguous tensor")
     if cos_sin.shape[1] % 2 or not 0 < cos_sin.shape[1] <= head_dim or cos_sin.shape[0] == 0:
         raise ValueError(f"cos_sin: expected an even width up to {head_dim}, got {list(cos_sin.shape)}")
     if bias is not None:
@@ -102,11 +103,7 @@ def prepare_qkv_torch(
     rows = torch.empty(num_tokens, 2 * num_kv_heads, q.shape[2], dtype=qkv.dtype)
     _rotate(k, cos, sin, interleaved, rows[:, :num_kv_heads])
     rows[:, num_kv_heads:] = v
-    rows = rows.view(num_tokens, kv_cache.shape[-1])
-    written = slot_mapping >= 0
-    if not bool(written.all()):
-        rows, slot_mapping = rows[written], slot_mapping[written]
-    kv_cache.view(-1, kv_cache.shape[-1]).index_copy_(0, slot_mapping, rows)
+    write_rows(kv_cache, slot_mapping, rows.view(num_tokens, kv_cache.shape[-1]))
     return _rotate(q, cos, sin, interleaved, torch.empty(q.shape, dtype=q.dtype))
 
 
@@ -275,7 +272,7 @@ def _prepare_qkv_kernel(
     if slot >= 0:
         is_kv = head >= num_heads
         cache_row = cache_ptr + slot * (2 * num_kv_heads * head_dim) + (head - num_heads) * head_dim
-        tl.store(cache_row + first, y1, mask=mask & is_kv)
-        tl.store(cache_row + second, y2, mask=mask & is_kv)
+        store_kv(cache_row + first, y1, mask & is_kv)
+        store_kv(cache_row + second, y2, mask & is_kv)
         if REST > 0:
-            tl.store(cache_row + rest, x3.to(dtype), mask=rest_mask & is_kv)
+            store_kv(cache_row + rest, x3.to(dtype), rest_mask & is_kv)

@@ -61,9 +61,10 @@ class SpeculationSection:
     about a draft head that proves broken, or trained otherwise than it is run: `warn`, stop (`strict`), or `skip` the
     test.
 
-    dtype: `float8` holds the draft layers' large weights in FP8. vocab_size: drafts are chosen among so many of the
-    lowest token ids, and the special tokens: BPE gives ids out roughly in order of frequency, so that few of them make
-    up most of a text. Neither changes a token with `exact`, but how many drafts are accepted, and what they cost.
+    dtype: `float8` holds the draft layers' large weights in FP8, for a GPU's sake. vocab_size: drafts are chosen among
+    so many of the lowest token ids, and the special tokens: BPE gives ids out roughly in order of frequency, so that few
+    of them make up most of a text. Neither changes a token with `exact`, but how many drafts are accepted, and what they
+    cost.
 
     acceptance: with `synthetic`, which only `specgen bench` takes: P(the first i drafts accepted) for i from 1 up.
     """
@@ -160,10 +161,10 @@ class OutputSection:
 class EngineSection:
     """The engine's size and manner.
 
-    max_num_seqs: rows at once. max_num_batched_tokens: tokens a step. max_model_len: prompt and answer together, None
-    is the model's own limit. block_size: tokens of a KV block, None is 64 on a GPU and 16 elsewhere. num_blocks: None
-    measures what fits into memory_fraction
-    of the memory. async_scheduling: schedule a step while the last one runs; None is on with a GPU, where they overlap.
+    max_num_seqs: rows at once. max_num_batched_tokens: tokens a step, None is 8192 on a GPU and 4096 elsewhere.
+    max_model_len: prompt and answer together, None is the model's own limit. block_size: tokens of a KV block, None is
+    64 on a GPU and 16 elsewhere. num_blocks: None measures what fits into memory_fraction of the memory.
+    async_scheduling: schedule a step while the last one runs; None is on with a GPU, where they overlap.
     cuda_graphs: decode steps as one launch each, on a GPU. group_prefixes: rows that begin alike run one after the
     other, so that more of their prompts is found in the prefix cache. watchdog_seconds: without a step for so long, the
     run ends. exactness: `fast` lets a GPU's libraries choose their products by the number of rows, so that a row's
@@ -171,7 +172,9 @@ class EngineSection:
     """
 
     max_num_seqs: int = _key(64, _count("rows at once"))
-    max_num_batched_tokens: int = _key(4096, _count("tokens a step"))
+    max_num_batched_tokens: int | None = _key(
+        None, checks.optional(_count("tokens a step"), "null, as the device wants,")
+    )
     max_model_len: int | None = _key(
         None,
         checks.optional(checks.integer(2, 2**31 - 1, wanted="an integer from 2 up (tokens)"), "null, the model's own,"),

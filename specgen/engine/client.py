@@ -40,6 +40,7 @@ from specgen.worker.worker import (
     resolve_block_size,
     resolve_device,
     resolve_dtype,
+    resolve_max_num_batched_tokens,
 )
 
 logger = logging.getLogger(__name__)
@@ -233,7 +234,7 @@ def _worker_config(recipe: Recipe, folder: Path) -> WorkerConfig:
         device=device,
         dtype=resolve_dtype(recipe.model.dtype, device),
         max_num_seqs=recipe.engine.max_num_seqs,
-        max_num_batched_tokens=recipe.engine.max_num_batched_tokens,
+        max_num_batched_tokens=resolve_max_num_batched_tokens(recipe.engine.max_num_batched_tokens, device),
         max_model_len=max_model_len,
         block_size=resolve_block_size(recipe.engine.block_size, device),
         num_blocks=recipe.engine.num_blocks,

@@ -32,6 +32,7 @@ from specgen.stats import SpecStats, counted
 from specgen.tokenizer import Tokenizer
 from specgen.worker.timing import DecodeTimes
 from specgen.worker.trace import StepTrace
+from specgen.worker.worker import resolve_device, resolve_max_num_batched_tokens
 
 # Seconds between two outputs after which a benchmark gives up.
 _SILENCE_SECONDS = 300.0
@@ -197,6 +198,11 @@ def run_bench(
     return BenchResult(bench.cases, machine, is_synthetic, peer)
 
 
+def step_tokens(recipe: Recipe) -> int:
+    """Return the most tokens of a step of the recipe's engine."""
+    return resolve_max_num_batched_tokens(recipe.engine.max_num_batched_tokens, resolve_device(recipe.model.device))
+
+
 class _Bench:
     """The passes of a plan, and what they gave."""
 
@@ -208,7 +214,7 @@ class _Bench:
         self.cases = [Case(workload.shape, 0, 0, []) for workload in plan.workloads]
         for case in self.cases:
             for recipe in plan.recipes:
-                case.sides.append(Side(recipe.speculation.num_tokens, recipe.engine.max_num_batched_tokens))
+                case.sides.append(Side(recipe.speculation.num_tokens, step_tokens(recipe)))
 
     def run(self, recipe_idx: int, numbers: range) -> None:
         """Run the rounds `numbers` of one recipe over all workloads on one engine."""

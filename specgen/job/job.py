@@ -108,7 +108,8 @@ class Job:
     """One run of a recipe: planned rows from `source` through `engine` to `writer`, as lines of `form`.
 
     stop: set it (from a signal handler) to end early: no row is begun, what runs is dropped or finished, as the recipe
-    says, and the stats say `interrupted`. on_progress: called at least every tenth of a second or so.
+    says, and the stats say `interrupted`. on_progress: called at least every tenth of a second or so. is_complete:
+    whether it ended with a line for every answer, stopped neither by `stop` nor by a failed row.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class Job:
         on_progress: Callable[[Progress], None] | None = None,
     ) -> None:
         self.stats = RunStats()
+        self.is_complete = False
         self._recipe = recipe
         self._engine = engine
         self._tokenizer = tokenizer
@@ -160,6 +162,7 @@ class Job:
             while self._step():
                 self._report(time.perf_counter() - started)
                 yield
+            self.is_complete = not (self.stats.interrupted or self._stopped_by_error)
         finally:
             self._source.close()
             if self._active:
@@ -191,9 +194,14 @@ class Job:
     # rows in
 
     def _admit(self) -> None:
-        """Give the engine rows while it has use for them and lines may still wait, a bounded number a step."""
+        """Give the engine rows while it has use for them and lines may still wait, a bounded number a step.
+
+        Where nothing runs, a row is begun however many lines wait: `group_prefixes` may have put the row they wait for
+        behind others.
+        """
         for _ in range(self._max_active):
-            if len(self._active) >= self._max_active or self._writer.num_held >= MAX_HELD_LINES:
+            is_full = self._writer.num_held >= MAX_HELD_LINES and bool(self._active)
+            if is_full or len(self._active) >= self._max_active:
                 return
             if not self._ready and not self._prepare():
                 return

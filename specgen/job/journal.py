@@ -5,6 +5,7 @@ know how lines come to be.
 """
 
 import os
+import shutil
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -65,7 +66,11 @@ def read_journal(path: str, form: Form) -> Journal:
     for number, line in enumerate(_complete_lines(path, journal), start=1):
         first = journal.add(_parsed(line, form, path, number), number)
         if first != number:
-            raise InputError(f"line {number} answers the row that line {first} answers", where=f"{path}:{number}")
+            raise InputError(
+                f"the line answers the row that line {first} answers",
+                where=f"{path}:{number}",
+                hint="take one of the two out; --fresh moves the file aside and starts over",
+            )
     return journal
 
 
@@ -109,23 +114,18 @@ def cut_torn_line(path: str, journal: Journal) -> None:
         journal.torn_bytes = 0
 
 
-def drop_failed(path: str, form: Form) -> int:
-    """Take the lines of failed rows out of a file, in one step or not at all; returns how many there were.
+def drop_failed(path: str, form: Form) -> None:
+    """Take the lines of failed rows out of a file, in one step or not at all.
 
     Raises: InputError if the file cannot be written or a line is damaged.
     """
-    before = Journal()
-    kept = 0
 
     def write(stream: BinaryIO) -> None:
-        nonlocal kept
-        for number, line in enumerate(_complete_lines(path, before), start=1):
-            if not before.add(_parsed(line, form, path, number), number) or not form.parse(line).failed:
+        for number, line in enumerate(_complete_lines(path, Journal()), start=1):
+            if not _parsed(line, form, path, number).failed:
                 stream.write(line)
-                kept += 1
 
     replace_file(path, write)
-    return before.lines - kept
 
 
 def pending(plans: Iterable[Plan], journal: Journal, form: Form, skipped: Callable[[Plan], None]) -> Iterator[Plan]:
@@ -181,11 +181,16 @@ def write_in_order(paths: Sequence[str], form: Form, stream: BinaryIO) -> Journa
 def replace_file(path: str, write: Callable[[BinaryIO], object]) -> None:
     """Put what `write` writes in the place of a file, in one step or not at all; it may read the old one meanwhile.
 
+    A link stays a link, and the file keeps its permissions.
+
     Raises: InputError if that cannot be done.
     """
-    temporary = f"{path}.new"
+    path = os.path.realpath(path)
+    temporary = f"{path}.specgen-new"
     try:
         with open(temporary, "wb") as stream:
+            if os.path.exists(path):
+                shutil.copymode(path, temporary)
             write(stream)
             stream.flush()
             os.fsync(stream.fileno())

@@ -62,6 +62,7 @@ _WHOLE_BYTES = 64 << 20
 _PIECE_BYTES = 64 << 10
 _NUM_PIECES = 256
 _MAX_POINTS = 240
+_START_OVER = "--fresh moves it aside with the answers and starts over; --output names another file"
 
 
 class Manifest:
@@ -109,9 +110,9 @@ class Manifest:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            raise InputError(f"the manifest cannot be read: {error}", where=path) from None
+            raise InputError(f"the manifest cannot be read: {error}", where=path, hint=_START_OVER) from None
         if not isinstance(content, dict) or content.get("manifest") != _VERSION:
-            raise InputError("this is no manifest that this version of specgen knows", where=path)
+            raise InputError("this is no manifest that this version of specgen knows", where=path, hint=_START_OVER)
         return cls(content)
 
     def write(self, output: str) -> None:

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from specgen.errors import InputError
 from specgen.job.journal import replace_file, write_in_order
@@ -49,13 +50,13 @@ def merge(output: str, parts: Sequence[str]) -> Manifest:
     first = max(manifests, key=lambda one: len(one.content["sessions"]) > 0).content
     is_batch = first["form"] == "openai-batch"
     form: Form = BatchForm(0, str) if is_batch else RecordForm(with_token_ids=False, with_truncation=False)
-    num_lines = 0
-
-    def write(stream: object) -> None:
-        nonlocal num_lines
-        num_lines = write_in_order(parts, form, stream).lines  # type: ignore[arg-type]
-
     expected = sum(one.content["lines"] for one in manifests)
+
+    def write(stream: BinaryIO) -> None:
+        num_lines = write_in_order(parts, form, stream).lines
+        if num_lines != expected:
+            raise InputError(f"the parts have {num_lines:,} lines and their manifests say {expected:,}", where=output)
+
     merged = Manifest(
         first
         | {
@@ -67,9 +68,6 @@ def merge(output: str, parts: Sequence[str]) -> Manifest:
         }
     )
     replace_file(output, write)
-    if num_lines != expected:
-        os.unlink(output)
-        raise InputError(f"the parts have {num_lines:,} lines and their manifests say {expected:,}", where=output)
     merged.write(output)
     return merged
 
@@ -79,7 +77,7 @@ def _manifest_of(part: str) -> Manifest:
         raise InputError("there is no such part", where=part)
     manifest = Manifest.read(part)
     if manifest is None:
-        raise InputError("the part has no manifest beside it", where=part)
+        raise InputError("the part has no manifest beside it", where=part, hint="NAME.manifest.json goes with NAME")
     if manifest.content["shard"] is None:
         raise InputError("this is a whole output and no shard's", where=part)
     if not manifest.content["complete"]:
@@ -104,10 +102,13 @@ def _check_parts(parts: Sequence[str], manifests: Sequence[Manifest]) -> None:
         seen[number] = part
     missing = [str(number) for number in range(1, count + 1) if number not in seen]
     if missing:
-        raise InputError(f"of {count} parts, these are missing: {', '.join(missing)}", where=parts[0])
+        shards = ", ".join(missing)
+        hint = f"`specgen run` with --shard {missing[0]}/{count} makes one"
+        raise InputError(f"of {count} parts, these are missing: {shards}", where=parts[0], hint=hint)
     rows, in_parts = manifests[0].content["rows"], sum(one.content["rows_in_shard"] for one in manifests)
     if rows != in_parts:
         raise InputError(
             f"the input has {rows:,} rows and the parts have {in_parts:,}: it changed between their runs",
             where=parts[0],
+            hint="run every shard again: each runs what it lacks",
         )

@@ -122,12 +122,12 @@ def _same_file(one: str, other: str) -> bool:
         return os.path.realpath(one) == os.path.realpath(other)
 
 
-def move_aside(path: str) -> str | None:
-    """Rename what is in the way to `<name>.old`, `.old2`, …; returns the new path, None if nothing was there."""
-    if not os.path.lexists(path):
-        return None
-    number = 1
-    while os.path.lexists(aside := f"{path}.old{number if number > 1 else ''}"):
+def move_aside(paths: Sequence[str]) -> None:
+    """Rename those that are there to `<name>.old`, or all to `.old2`, …: what belongs together keeps one number."""
+    number, suffix = 1, ".old"
+    while any(os.path.lexists(path + suffix) for path in paths):
         number += 1
-    os.rename(path, aside)
-    return aside
+        suffix = f".old{number}"
+    for path in paths:
+        if os.path.lexists(path):
+            os.rename(path, path + suffix)

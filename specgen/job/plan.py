@@ -47,11 +47,6 @@ class Plan:
     samples: tuple[int, ...] = (0,)
     batch: BatchRequest | None = None
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether none of its samples was answered before."""
-        return self.error is not None or len(self.samples) == num_samples(self.params)
-
     def seed(self, run_seed: int, sample: int) -> int:
         """Return the noise seed of a sample."""
         assert self.params is not None
@@ -59,11 +54,6 @@ class Plan:
             assert self.params.seed is not None
             return seeds.own_seed(self.params.seed, self.digest, sample)
         return seeds.row_seed(run_seed, self.key, sample)
-
-
-def num_samples(params: SamplingParams | None) -> int:
-    """Return how many answers the parameters ask for."""
-    return params.n if params is not None else 1
 
 
 class RowPlanner:
@@ -111,7 +101,7 @@ class RowPlanner:
         except SpecgenError as error:
             return Plan(row, key, RowError(str(error), code=error.code), batch=batch)
         has_own_seed = overrides.get("seed") is not None
-        samples = tuple(range(num_samples(params)))
+        samples = tuple(range(params.n))
         return Plan(row, key, None, content, digest, params, has_own_seed, samples, batch)
 
     def _content_of(self, data: Mapping[str, Any]) -> Content:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from specgen.engine.request import EngineRequest
 from specgen.errors import EngineError
-from specgen.job.bench import BenchEngine, MakeEngine, drain, shape_workload
+from specgen.job.bench import BenchEngine, MakeEngine, drain, shape_workload, step_tokens
 from specgen.job.bench_result import Machine, Shape
 from specgen.job.kernels import KernelTable, kernel_table
 from specgen.recipe import Recipe
@@ -30,7 +30,7 @@ def profile_shape(rows: int, context: int) -> Shape:
 
 def _context(recipe: Recipe, shape: Shape) -> float:
     """Tokens that a row holds in the middle of the traced steps, as a mean over rows."""
-    budget = recipe.engine.max_num_batched_tokens - shape.rows * (1 + recipe.speculation.num_tokens) / 2
+    budget = step_tokens(recipe) - shape.rows * (1 + recipe.speculation.num_tokens) / 2
     prefill_steps = shape.rows * shape.prompt_tokens / max(1.0, budget)
     return shape.prompt_tokens + prefill_steps / 2 + _TRACED
 

@@ -158,15 +158,17 @@ class Session:
             except BaseException as error:
                 job.stats.interrupted = True
                 with suppress(InputError):
-                    self._end(job.stats, writer.num_written, error=str(error) or type(error).__name__)
+                    told = str(error) or type(error).__name__
+                    self._end(job.stats, writer.num_written, is_complete=False, error=told)
                 raise
-        self._sort_if_needed(is_complete=not job.stats.interrupted)
-        self._end(job.stats, writer.num_written)
+        if job.is_complete:
+            self._sort_if_needed()
+        self._end(job.stats, writer.num_written, is_complete=job.is_complete)
         return job.stats
 
     def finish(self) -> None:
         """Put down that everything was done already."""
-        self._sort_if_needed(is_complete=True)
+        self._sort_if_needed()
         self.close()
         self.target.touch()
         self.target.end(lines=0, failed=0, rows=self.counts.rows, rows_in_shard=self.counts.in_shard)
@@ -206,19 +208,21 @@ class Session:
             on_progress=observe,
         )
 
-    def _sort_if_needed(self, *, is_complete: bool) -> None:
-        """Several runs leave lines out of order: what one had finished early, rows that failed before, new rows."""
+    def _sort_if_needed(self) -> None:
+        """Several runs leave lines out of order: what one had finished early, rows that failed before, new rows.
+
+        (A batch's lines do not say where their requests stand: they stay as they are.)
+        """
         journal = self.target.journal
-        if not is_complete or self.recipe.output.order != "input" or not journal.lines:
+        if self.recipe.output.order != "input" or not journal.lines:
             return
         goes_on = self._first is None or self._first.row.index > journal.last_index
         if not (journal.in_order and goes_on) and isinstance(self._form, RecordForm):
             self.target.close()
             self.target.sort(self._form)
 
-    def _end(self, stats: RunStats, lines: int, **results: object) -> None:
+    def _end(self, stats: RunStats, lines: int, *, is_complete: bool, **results: object) -> None:
         stats.blank_lines = self._rows.blank_lines
-        is_complete = not stats.interrupted and self._source.exhausted
         self.target.end(
             lines=lines,
             failed=stats.failed,

@@ -93,8 +93,13 @@ class Target:
         if self._sink is None:
             if os.path.exists(self.path):
                 self._file_sink().close()  # nobody else may be writing to it
-            for path in ([self.path] if self._fresh else []) + files_beside(self.path):
-                move_aside(path)
+            if not self._fresh and os.path.exists(self.path) and os.path.getsize(self.path):
+                raise InputError(
+                    "another run has written this output meanwhile",
+                    where=self.path,
+                    hint="the same command goes on from there",
+                )
+            move_aside(([self.path] if self._fresh else []) + files_beside(self.path))
             self._sink = self._file_sink()
         sink, self._sink = self._sink, None
         return sink
@@ -138,7 +143,7 @@ class Target:
 
     def touch(self) -> None:
         """Make the output, empty, if it is not there: a shard may have no rows."""
-        if self.is_file and self.old is None:
+        if self.is_file and self.old is None and (self._fresh or not os.path.exists(self.path)):
             self.open().close()
 
     def sort(self, form: Form) -> None:

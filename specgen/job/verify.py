@@ -27,7 +27,14 @@ from specgen.stats import counted
 from specgen.stops import stop_check_of
 from specgen.tokenizer import Tokenizer
 from specgen.worker.probe import PositionLogits, Probe
-from specgen.worker.worker import WorkerConfig, is_exact, resolve_block_size, resolve_device, resolve_dtype
+from specgen.worker.worker import (
+    WorkerConfig,
+    is_exact,
+    resolve_block_size,
+    resolve_device,
+    resolve_dtype,
+    resolve_max_num_batched_tokens,
+)
 
 # Seconds between two outputs after which verification gives up.
 _SILENCE_SECONDS = 300.0
@@ -215,7 +222,9 @@ def new_probe(recipe: Recipe, folder: Path, num_tokens: int) -> Probe:
             device=device,
             dtype=resolve_dtype(recipe.model.dtype, device),
             max_num_seqs=1,
-            max_num_batched_tokens=min(recipe.engine.max_num_batched_tokens, most_tokens),
+            max_num_batched_tokens=min(
+                resolve_max_num_batched_tokens(recipe.engine.max_num_batched_tokens, device), most_tokens
+            ),
             max_model_len=resolve_max_model_len(recipe.engine.max_model_len, model),
             block_size=block_size,
             num_blocks=2 + most_tokens // block_size,  # the null block is one of them

@@ -24,7 +24,10 @@ class Sink(Protocol):
     """What takes whole lines."""
 
     def write(self, lines: bytes) -> None:
-        """Take lines. Raises: InputError if they cannot be written, BrokenPipeError if nobody reads any more."""
+        """Take lines, or none: called often, so that what was taken can be forced to disk when that is due.
+
+        Raises: InputError if they cannot be written, BrokenPipeError if nobody reads any more.
+        """
 
     def close(self) -> None:
         """End; nothing comes after."""
@@ -50,16 +53,25 @@ class FileSink:
             self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise InputError(f"the output cannot be made: {error.strerror}", where=path) from None
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not self._is_ours():
             os.close(self._descriptor)
             raise InputError(
                 "another run is writing to this output", where=path, hint="--output or --shard names another"
-            ) from None
+            )
+        self._size = os.fstat(self._descriptor).st_size
+
+    def _is_ours(self) -> bool:
+        """Lock the file; whether that worked, and it still is the file of its name (a run that sorts replaces it)."""
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
         except OSError:  # a file system without locks
             pass
-        self._size = os.fstat(self._descriptor).st_size
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(self._path))
+        except OSError:
+            return False
 
     def write(self, lines: bytes) -> None:
         """Append lines; those that do not fit whole are taken back.
@@ -71,14 +83,18 @@ class FileSink:
             while written < len(lines):
                 written += os.write(self._descriptor, lines[written:] if written else lines)
             self._size += written
-            self._num_unsynced += lines.count(b"\n") if self._fsync_rows is not None else 1
+            self._num_unsynced += lines.count(b"\n")
             if self._is_sync_due():
                 self.sync()
         except OSError as error:
             whole = lines.rfind(b"\n", 0, written) + 1
             with contextlib.suppress(OSError):
                 os.ftruncate(self._descriptor, self._size + whole if written < len(lines) else self._size)
-            raise InputError(f"writing the output failed: {error.strerror}", where=self._path) from error
+            raise self._failure(error) from error
+
+    def _failure(self, error: OSError) -> InputError:
+        hint = "what is there is whole: once that is mended, the same command goes on"
+        return InputError(f"writing the output failed: {error.strerror}", where=self._path, hint=hint)
 
     def sync(self) -> None:
         """Force everything to disk."""
@@ -87,6 +103,8 @@ class FileSink:
         self._last_sync = time.monotonic()
 
     def _is_sync_due(self) -> bool:
+        if not self._num_unsynced:
+            return False
         if self._fsync_rows is not None and self._num_unsynced >= self._fsync_rows:
             return True
         return self._fsync_seconds is not None and time.monotonic() - self._last_sync >= self._fsync_seconds
@@ -100,7 +118,7 @@ class FileSink:
             if self._num_unsynced:
                 self.sync()
         except OSError as error:
-            raise InputError(f"writing the output failed: {error.strerror}", where=self._path) from error
+            raise self._failure(error) from error
         finally:
             os.close(self._descriptor)
 
@@ -173,14 +191,13 @@ class LineWriter:
         self.num_held = len(self._held)
 
     def flush(self) -> None:
-        """Hand the lines whose turn it is to the sink, all in one write.
+        """Hand the lines whose turn it is to the sink, all in one write; if there are none, let it do what is due.
 
         Raises: InputError if the disk is full or gone, BrokenPipeError if nobody reads any more.
         """
-        if self._ready:
-            ready, self._ready = self._ready, []
-            self._sink.write(b"".join(ready))
-            self.num_written += len(ready)
+        ready, self._ready = self._ready, []
+        self._sink.write(b"".join(ready))
+        self.num_written += len(ready)
 
     def write_held(self) -> None:
         """Write the lines that still wait for others that will never come, in order.

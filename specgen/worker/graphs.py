@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from specgen.engine.scheduler import ScheduledRow
+from specgen.kernels.logprobs import Logprobs
 from specgen.kernels.prepare_inputs import prepare_inputs
 from specgen.kernels.rejection import live_slots
 from specgen.models.context import AttentionContext
@@ -28,7 +29,25 @@ logger = logging.getLogger(__name__)
 _SHORTEST = 1024  # tokens; graphs differ in the longest sequence they can hold, by powers of two from here
 
 Result = TypeVar("Result")
-RunStep = Callable[[InputBatch], tuple[torch.Tensor, torch.Tensor]]
+
+
+class StepTokens(NamedTuple):
+    """What a step gives: `sampled [B, K+1] int64`, `num_sampled [B] int32`; if any row wants log-probabilities, the
+    token `[N] int64` of each logits row with them."""
+
+    sampled: torch.Tensor
+    num_sampled: torch.Tensor
+    judged: tuple[torch.Tensor, Logprobs] | None = None
+
+    def first(self, num_rows: int) -> StepTokens:
+        """Of the first rows only, all of which have K + 1 logits rows."""
+        judged, num_logits = self.judged, num_rows * self.sampled.shape[1]
+        if judged is not None:
+            judged = judged[0][:num_logits], Logprobs(*(tensor[:num_logits] for tensor in judged[1]))
+        return StepTokens(self.sampled[:num_rows], self.num_sampled[:num_rows], judged)
+
+
+RunStep = Callable[[InputBatch], StepTokens]
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:
@@ -61,8 +80,7 @@ def capture(run: Callable[[], Result], pool: tuple[int, int]) -> tuple[torch.cud
 class _Graph(NamedTuple):
     graph: torch.cuda.CUDAGraph
     inputs: torch.Tensor
-    sampled: torch.Tensor
-    num_sampled: torch.Tensor
+    tokens: StepTokens
 
 
 class DecodeGraphs:
@@ -91,8 +109,8 @@ class DecodeGraphs:
         """Whether every row only decodes."""
         return all(row.is_decode for row in rows)
 
-    def run(self, rows: list[ScheduledRow], needs: ProcessorNeeds) -> tuple[torch.Tensor, torch.Tensor]:
-        """Launches the step; `sampled [B, K+1] int64` and `num_sampled [B] int32`, valid until the next launch."""
+    def run(self, rows: list[ScheduledRow], needs: ProcessorNeeds) -> StepTokens:
+        """Launches the step; what it gives is valid until the next launch."""
         size = next(s for s in self._sizes if s >= len(rows))
         longest = max(row.num_computed_after for row in rows) + self._num_drafts
         max_seq_len = rounded_seq_len(longest, self._max_seq_len)
@@ -105,17 +123,17 @@ class DecodeGraphs:
         inputs[1, : len(rows)] = [row.num_draft_tokens for row in rows]
         captured.inputs.copy_(to_device(inputs, self._states.device))
         captured.graph.replay()
-        return captured.sampled[: len(rows)], captured.num_sampled[: len(rows)]
+        return captured.tokens.first(len(rows))
 
     def _capture(self, size: int, max_seq_len: int, needs: ProcessorNeeds) -> _Graph:
         start = time.perf_counter()
         inputs = torch.full((2, size), -1, dtype=torch.int32, device=self._states.device)
-        graph, (sampled, num_sampled) = capture(
+        graph, tokens = capture(
             lambda: self._run_step(self._uniform_batch(inputs, max_seq_len, needs)),  # padded rows change nothing
             self._pool,
         )
         logger.debug("captured a decode step of %d rows in %.2f s", size, time.perf_counter() - start)
-        return _Graph(graph, inputs, sampled, num_sampled)
+        return _Graph(graph, inputs, tokens)
 
     def _uniform_batch(self, inputs: torch.Tensor, max_seq_len: int, needs: ProcessorNeeds) -> InputBatch:
         """K + 1 tokens a row, from device values alone: `inputs[0]` are the rows' slots, `inputs[1]` their drafts."""

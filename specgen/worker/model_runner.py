@@ -22,7 +22,7 @@ from specgen.kernels.synthetic_rejection import conditional_rates, synthetic_rej
 from specgen.models.context import AttentionContext
 from specgen.models.families import TargetModel
 from specgen.worker.forward_graphs import ForwardGraphs
-from specgen.worker.graphs import DecodeGraphs
+from specgen.worker.graphs import DecodeGraphs, StepTokens
 from specgen.worker.input_batch import InputBatch, build_batch, processor_needs
 from specgen.worker.logprobs import PromptPart, SampledLogprobs, judge_prompts, to_host
 from specgen.worker.sampler import Sampler, SamplingRows
@@ -41,10 +41,10 @@ class ForwardStep(NamedTuple):
 
 
 class LaunchedStep(NamedTuple):
-    """A step that runs to its end as one graph: its tokens, as in `SampledStep`."""
+    """A step that runs to its end as one graph."""
 
-    sampled: torch.Tensor
-    num_sampled: torch.Tensor
+    tokens: StepTokens
+    rows: list[ScheduledRow]
 
 
 class LogitsSeen(NamedTuple):
@@ -162,9 +162,9 @@ class ModelRunner:
         self._last_slots = slots
         self.timer.begin_step(len(step.rows) if all(row.is_decode for row in step.rows) else 0)
         needs = processor_needs(slots, self.states)
-        if self.graphs is not None and self.graphs.fits(step.rows) and not needs.logprobs:
+        if self.graphs is not None and self.graphs.fits(step.rows):
             self.timer.begin("graph")
-            self._state = LaunchedStep(*self.graphs.run(step.rows, needs))
+            self._state = LaunchedStep(self.graphs.run(step.rows, needs), step.rows)
             self.timer.end()
             return
         self.timer.begin("target")
@@ -181,7 +181,9 @@ class ModelRunner:
         state, self._state = self._state, None
         assert state is not None, "execute_model comes first"
         if isinstance(state, LaunchedStep):
-            return SampledStep(*state)
+            width = self.num_speculative_tokens + 1
+            judged = self._sampled_logprobs(state.tokens.judged, state.rows, [width] * len(state.rows))
+            return SampledStep(state.tokens.sampled, state.tokens.num_sampled, judged)
         self.timer.begin("sampling")
         sampled, num_sampled, num_rejected = self._verify(state.batch, state.hidden)
         result = SampledStep(sampled, num_sampled, *self._logprobs_of(state))
@@ -193,17 +195,25 @@ class ModelRunner:
 
     def _logprobs_of(self, state: ForwardStep) -> tuple[SampledLogprobs | None, list[PromptPart]]:
         """Starts the copies of what the step's rows want to know, of sampled tokens and of prompts."""
-        seen, self._judged = self._judged, None
-        rows, states = state.rows, self.states
-        sampled = None
-        if seen is not None:
-            first = np.cumsum([0, *(row.num_draft_tokens + 1 for row in rows)]).tolist()
-            wanted = [int(states.num_wanted[row.slot]) for row in rows]
-            sampled = SampledLogprobs(to_host(*seen), first, wanted)
-        return sampled, judge_prompts(rows, states, state.hidden, self._logits)
+        rows = state.rows
+        sampled = self._sampled_logprobs(self._take_judged(), rows, [row.num_draft_tokens + 1 for row in rows])
+        return sampled, judge_prompts(rows, self.states, state.hidden, self._logits)
 
-    def _run_step(self, batch: InputBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """The whole step, as a graph captures it: `sampled [B, K+1]` and `num_sampled [B]`."""
+    def _take_judged(self) -> tuple[torch.Tensor, Logprobs] | None:
+        judged, self._judged = self._judged, None
+        return judged
+
+    def _sampled_logprobs(
+        self, judged: tuple[torch.Tensor, Logprobs] | None, rows: list[ScheduledRow], num_logits: list[int]
+    ) -> SampledLogprobs | None:
+        """Starts the copy of what the rows, each of so many logits rows, want to know of their tokens."""
+        if judged is None:
+            return None
+        wanted = [int(self.states.num_wanted[row.slot]) for row in rows]
+        return SampledLogprobs(to_host(*judged), np.cumsum([0, *num_logits]).tolist(), wanted)
+
+    def _run_step(self, batch: InputBatch) -> StepTokens:
+        """The whole step, as a graph captures it."""
         self.timer.mark_captured("target")
         hidden = self.target(batch.input_ids, batch.context, self.kv_caches)
         self.timer.mark_captured("sampling")
@@ -212,7 +222,7 @@ class ModelRunner:
         if self.drafter is not None:
             self.drafter.propose(batch, hidden, num_sampled, num_rejected, self.num_speculative_tokens)
         self.timer.mark_captured("")
-        return sampled, num_sampled
+        return StepTokens(sampled, num_sampled, self._take_judged())
 
     def _verify(self, batch: InputBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Samples, compares with the drafts, updates the state; `sampled`, `num_sampled`, `num_rejected`.

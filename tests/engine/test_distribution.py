@@ -186,6 +186,8 @@ def logits_of(law: Law, kind: str) -> Callable[[list[int]], torch.Tensor]:
 )
 def test_by_ratio_tokens_follow_the_target(tiny: Path, law: Law, drafter: str, asynchronous: bool) -> None:
     """The first two tokens jointly, the second at a draft position; other tokens than plain decoding's."""
+    if drafter != "mtp" and law.rows[0].params.top_p == 1:
+        pytest.skip("judged under top_p, where the two distributions keep different tokens")
     options: dict[str, Any] = {} if drafter == "mtp" else {"drafter": drawn(logits_of(law, drafter))}
     tokens = law.run(tiny, k=2, by_ratio=True, async_scheduling=asynchronous, **options)
     joint = NUM_ROWS * law.first[:, None] * law.second
