@@ -100,16 +100,19 @@ class BenchSetup:
     def machine(self, console: Console) -> "Machine":
         """Return the measured ceilings and the model's cost, set up as by the engine: libraries decide once."""
         from specgen.job.bench_result import Machine
-        from specgen.job.floor import cost_model
+        from specgen.job.floor import DraftCosts, cost_model
         from specgen.models.config import read_config
         from specgen.worker.ceilings import measure_ceilings
-        from specgen.worker.worker import make_products_exact
+        from specgen.worker.worker import make_products_exact, resolve_kv_dtype
 
         console.note("measuring what the machine can do")
         if self.device.type == "cuda" and self.recipe.engine.exactness == "exact":
             make_products_exact()
         ceilings = measure_ceilings(self.device, self.dtype)
-        return Machine(ceilings, cost_model(read_config(self.folder), self.dtype.itemsize))
+        kv_bytes = resolve_kv_dtype(self.recipe.model.kv_dtype, self.dtype, self.device).itemsize
+        speculation = self.recipe.speculation
+        drafts = DraftCosts(speculation.dtype == "float8", speculation.vocab_size)
+        return Machine(ceilings, cost_model(read_config(self.folder), self.dtype.itemsize, kv_bytes, drafts))
 
 
 def bench_recipe(flags: BenchFlags, overrides: Mapping[str, object]) -> None:

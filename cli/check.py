@@ -103,7 +103,7 @@ def _check_rows(recipe: Recipe, folder: Path, tokenizer: Tokenizer, config: "Mod
     )
     if not found.rows:
         raise no_rows(source.name)
-    to_stdout("".join(f"# {line}\n" for line in _lines(found, source, rows.blank_lines, config)))
+    to_stdout("".join(f"# {line}\n" for line in _lines(found, source, rows.blank_lines, config, recipe.model.kv_dtype)))
     if duplicates and source.can_be_read_twice:
         raise InputError(
             f"{counted(len(duplicates), 'id')} given before: {duplicates[0]}",
@@ -113,7 +113,7 @@ def _check_rows(recipe: Recipe, folder: Path, tokenizer: Tokenizer, config: "Mod
     return codes.FAILED_ROWS if found.bad else codes.OK
 
 
-def _lines(found: Survey, source: Input, blank_lines: int, config: "ModelConfig") -> list[str]:
+def _lines(found: Survey, source: Input, blank_lines: int, config: "ModelConfig", kv_dtype: str) -> list[str]:
     kind = " (an OpenAI batch file)" if source.is_batch else ""
     lines = [
         f"input: {source.name}{kind}: {counted(found.ok, 'row')} can run, {found.bad:,} cannot,"
@@ -134,8 +134,9 @@ def _lines(found: Survey, source: Input, blank_lines: int, config: "ModelConfig"
         bar = "█" * round(_BAR_WIDTH * count / most) if count else ""
         lines.append(f"  {f'{start}-{end}':>13} {count:>9,} {bar}".rstrip())
     elements = found.longest * config.kv_width * (config.num_hidden_layers + config.num_nextn_predict_layers)
+    sizes = {"float8": 1} if kv_dtype == "float8" else {"bfloat16": 2, "float32": 4}
     lines.append(
-        f"KV: at most {found.longest:,} tokens at once ({min(found.samples, found.num_at_once)} longest answers),"
-        f" {2 * elements / 2**20:,.0f} MiB in bfloat16, {4 * elements / 2**20:,.0f} MiB in float32"
+        f"KV: at most {found.longest:,} tokens at once ({min(found.samples, found.num_at_once)} longest answers), "
+        + ", ".join(f"{size * elements / 2**20:,.0f} MiB in {name}" for name, size in sizes.items())
     )
     return lines

@@ -22,7 +22,7 @@ def exit_codes() -> Iterator[None]:
 
 
 def to_stderr(text: str) -> None:
-    """Print a line, if anybody listens."""
+    """Print a line, if anybody listens: nothing ends because nobody does."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError):
             print(text, file=sys.stderr, flush=True)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from specgen.cli import codes
 from specgen.cli.render import Console, to_stdout
 from specgen.model_path import resolve_head, resolve_model
+from specgen.recipe import ModelSection
 from specgen.stats import counted
 
 if TYPE_CHECKING:
@@ -15,22 +16,23 @@ if TYPE_CHECKING:
 _GIB = 2**30
 
 
-def inspect_folder(
-    model: str, head: str | None, dtype: str, device: str, *, self_test: bool, strict: bool, as_json: bool
-) -> int:
-    """Print what is in the folder and return the exit code: 2 if a run would stop there, or `strict` and a bad head.
+def inspect_folder(section: ModelSection, head: str | None, *, self_test: bool, strict: bool, as_json: bool) -> int:
+    """Print what is in the folder of `section.path`, counted as it says, and return the exit code: 2 if a run would stop there, or `strict` and a bad head.
 
     Raises: SpecgenError if it is no model's folder.
     """
-    folder = resolve_model(model)
+    assert section.path is not None
+    folder = resolve_model(section.path)
     head_folder = resolve_head(head) if head is not None else None
     from specgen.job.inspection import inspect_model
-    from specgen.worker.worker import make_products_exact, resolve_device, resolve_dtype
+    from specgen.worker.worker import make_products_exact, resolve_device, resolve_dtype, resolve_kv_dtype
 
-    where = resolve_device(device)
+    where = resolve_device(section.device)
     if where.type == "cuda":
         make_products_exact()
-    found = inspect_model(folder, head_folder, resolve_dtype(dtype, where), where, self_test=self_test)
+    dtype = resolve_dtype(section.dtype, where)
+    kv_dtype = resolve_kv_dtype(section.kv_dtype, dtype, where)
+    found = inspect_model(folder, head_folder, dtype, where, self_test=self_test, kv_dtype=kv_dtype)
     to_stdout(json.dumps(found.as_json(), indent=2) + "\n" if as_json else _table(found, head_folder))
     console = Console()
     for problem in found.problems:
@@ -49,7 +51,10 @@ def _table(found: "Inspection", head_folder: Path | None) -> str:
         ("parameters", _parameters(found)),
         ("stored", ", ".join(f"{name} {_size(size)}" for name, size in found.stored.items()) or "nothing"),
         ("weights here", f"{_size(found.weight_bytes)} in {found.dtype}, draft layers included"),
-        ("KV", f"{found.kv_bytes_per_token:,} bytes a token; at most {found.max_tokens:,} tokens a row"),
+        (
+            "KV",
+            f"{found.kv_bytes_per_token:,} bytes a token in {found.kv_dtype}, at most {found.max_tokens:,} tokens a row",
+        ),
     ]
     rows += [("device", f"{d.name}, {_size(d.total)}, {_size(d.free)} free") for d in found.devices]
     rows += [

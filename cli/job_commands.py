@@ -48,7 +48,7 @@ def run(
         ProgressMode,
         typer.Option(
             help="auto: a live view on a terminal, a line every 5 seconds elsewhere. lines: those anywhere. json: an"
-            " object every 5 seconds. All on stderr."
+            " object every 5 seconds and at the end. All on stderr."
         ),
     ] = ProgressMode.AUTO,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no summary; warnings stay.")] = False,

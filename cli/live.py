@@ -1,7 +1,6 @@
 """What a person, or a program, sees while a job runs: a live view on a terminal, lines elsewhere, or JSON lines."""
 
 import json
-import sys
 import time
 from collections import deque
 from types import TracebackType
@@ -13,6 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from specgen.cli.endings import to_stderr
 from specgen.cli.render import Console, acceptance_bars
 
 if TYPE_CHECKING:  # they bring the engine's modules
@@ -30,7 +30,8 @@ class ProgressView:
     """Shows a job's progress while it is entered.
 
     mode: `auto` is a live view on a terminal and a line every few seconds elsewhere, `lines` is lines anywhere, `json`
-    a JSON object a line, `none` nothing. shares_terminal: lines of data appear there too, so no view is drawn.
+    a JSON object a line, and one at the end, `none` nothing. shares_terminal: lines of data appear there too, so no
+    view is drawn.
     """
 
     def __init__(self, console: Console, mode: str, session: "Session", *, shares_terminal: bool = False) -> None:
@@ -39,6 +40,7 @@ class ProgressView:
         self._mode = "none" if console.quiet and mode == "auto" else mode
         self._recent: deque[tuple[float, int]] = deque()
         self._last_shown = time.perf_counter()
+        self._last: Progress | None = None
         self._live: Live | None = None
         is_screen = console.rich.is_terminal and not console.rich.is_dumb_terminal
         if self._mode == "auto" and is_screen and not shares_terminal:
@@ -46,6 +48,7 @@ class ProgressView:
 
     def update(self, progress: "Progress") -> None:
         """Show where the job stands; called often, so it does little."""
+        self._last = progress
         now = time.perf_counter()
         interval = _VIEW_SECONDS if self._live is not None else _LINE_SECONDS
         if self._mode == "none" or now - self._last_shown < interval:
@@ -55,7 +58,7 @@ class ProgressView:
         if self._live is not None:
             self._live.update(_panel(figures, progress), refresh=True)
         elif self._mode == "json":
-            print(json.dumps({"event": "progress", **figures}), file=sys.stderr, flush=True)
+            to_stderr(json.dumps({"event": "progress", **figures}))
         else:
             self._console.show(_line(figures), style="dim")
 
@@ -98,9 +101,11 @@ class ProgressView:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Take the view away."""
+        """Take the view away; programs are told where the job ended."""
         if self._live is not None:
             self._live.stop()
+        if self._mode == "json" and self._last is not None:
+            to_stderr(json.dumps({"event": "end", **self._figures(self._last)}))
 
 
 def _eta(progress: "Progress", num_left: int | None, samples_a_row: int, most: int | None, rate: float) -> float | None:

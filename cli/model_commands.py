@@ -11,6 +11,7 @@ import typer
 
 from specgen.cli.endings import exit_codes
 from specgen.cli.options import JsonFile, RecipeFile, Sets
+from specgen.recipe import ModelSection
 
 VERIFY_RULE = (
     "A difference is a near-tie if both sides' logits there differ by no more than rounding does, 20 tolerances, and"
@@ -220,6 +221,7 @@ def inspect(
         str | None, typer.Option(help="A draft head in place of the model's own: a name, a folder or a hub id.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16: what the weights are counted in.")] = "auto",
+    kv_dtype: Annotated[str, typer.Option(help="auto (as --dtype) or float8: what the KV is counted in.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     self_test: Annotated[
         bool, typer.Option("--self-test/--no-self-test", help="Load the weights and test the draft head.")
@@ -231,6 +233,7 @@ def inspect(
     from specgen.cli.inspect import inspect_folder
 
     with exit_codes():
-        code = inspect_folder(model, head, dtype, device, self_test=self_test, strict=strict, as_json=as_json)
+        section = ModelSection(path=model, dtype=dtype, device=device, kv_dtype=kv_dtype)
+        code = inspect_folder(section, head, self_test=self_test, strict=strict, as_json=as_json)
     if code:
         raise typer.Exit(code)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from specgen.cli import codes
+from specgen.cli.endings import to_stderr
 from specgen.cli.live import ProgressView
 from specgen.cli.load_view import LoadView
 from specgen.cli.render import Console, show_summary, to_stdout
@@ -27,6 +28,9 @@ from specgen.tokenizer import Tokenizer, eos_token_ids
 if TYPE_CHECKING:
     from specgen.job.session import Session
     from specgen.job.writer import LineWriter
+
+# Input and output together, beyond which it takes seconds until the model is loaded.
+_LARGE_BYTES = 200_000_000
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ def run_recipe(
     with Interrupts() as interrupts:
         try:
             rows = Input(recipe.input)
-            check_output(target_path, inputs=rows.files, recipe_path=recipe_path)
+            check_output(target_path, inputs=rows.files, patterns=rows.patterns, recipe_path=recipe_path)
             if flags.stats_path is not None:
                 _check_stats_path(flags.stats_path, [str(recipe_path), *rows.files, target_path])
             code = _run(recipe, folder, rows, Target(target_path, fresh=flags.fresh), shard, interrupts, console, flags)
@@ -86,6 +90,9 @@ def _run(
     from specgen.job.session import Session
 
     tokenizer = Tokenizer(folder)
+    size = sum(os.path.getsize(path) for path in (*rows.files, target.path) if os.path.isfile(path))
+    if size > _LARGE_BYTES:
+        console.note(f"looking through {size / 1e9:.1f} GB of rows and answers")
     session = Session(recipe, folder, tokenizer, rows, target, retry_failed=flags.retry_failed, shard=shard)
     try:
         for note in session.notes:
@@ -143,7 +150,7 @@ def _run_session(
 
 def _end_now(error: EngineStuckError) -> NoReturn:
     """End the process: an engine that stands still cannot be shut down, and everything is written."""
-    print(f"{error.dump}\nerror: {error}", file=sys.stderr, flush=True)
+    to_stderr(f"{error.dump}\nerror: {error}")
     os._exit(codes.BUG)
 
 
@@ -204,7 +211,7 @@ def _write_stats(stats: RunStats, path: str) -> None:
 
 def _engine_lines(description: dict[str, object]) -> list[str]:
     """Return what was resolved, and where the memory goes: its parts add up to the limit."""
-    wanted = ("device", "dtype", "num_speculative_tokens", "max_num_seqs", "kv_tokens", "load_seconds")
+    wanted = ("device", "dtype", "kv_dtype", "num_speculative_tokens", "max_num_seqs", "kv_tokens", "load_seconds")
     lines = [", ".join(f"{name} {description[name]}" for name in wanted if name in description)]
     memory = description.get("memory")
     if isinstance(memory, dict):

@@ -56,6 +56,13 @@ def verify_recipe(recipe_path: Path, *, against: str, sets: Sequence[str], num_r
             where=recipe.origins.get("speculation.method", str(recipe_path)),
             hint="--set speculation.method=exact",
         )
+    if against == "transformers" and recipe.model.kv_dtype != "auto":
+        raise RecipeError(
+            f"transformers caches what it computes, and model.kv_dtype: {recipe.model.kv_dtype} rounds it: the tokens"
+            " are not the same",
+            where=recipe.origins.get("model.kv_dtype", str(recipe_path)),
+            hint="--set model.kv_dtype=auto, or --against plain",
+        )
     if json_path is not None:
         check_replaceable(json_path, "JSON file", [str(recipe_path), *recipe.input.paths])
     with Interrupts() as interrupts:

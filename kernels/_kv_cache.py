@@ -8,8 +8,8 @@ import torch
 
 from specgen.kernels._checks import check
 from specgen.kernels._triton import tl, triton
+from specgen.kernels.float8_linear import FLOAT8
 
-FLOAT8 = torch.float8_e4m3fn
 LARGEST = tl.constexpr(448.0)
 
 

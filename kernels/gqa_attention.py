@@ -16,6 +16,7 @@ from specgen.kernels._checks import check, check_same_device
 from specgen.kernels._kv_cache import check_kv_cache
 from specgen.kernels._mla_plan import KEYS, Slab, plan_slabs
 from specgen.kernels._triton import pdl, tl, triton, wait_for_inputs
+from specgen.kernels.float8_linear import FLOAT8
 from specgen.kernels.linear import item_product, rows_keep_bits
 
 _CPU_QUERIES = 4  # query tokens a tile
@@ -45,9 +46,9 @@ def gqa_attention(
     """Return every query head's softmax-weighted sum of the values it may see.
 
     q: [T, Hq, D], contiguous, head h reads key head h // (Hq / Hkv); kv_cache: [num_blocks, block_size, 2 Hkv D], same
-    dtype or FP8, a token's key heads, then its value heads; block_tables: [slots, MB] int32; idx_mapping: [B] int32 (request
-    -> slot, -1 padded); query_start_loc: [B + 1] int32; seq_lens: [B] int32. Query token i of request b sits at
-    position seq_lens[b] - query_len + i and sees the keys key_start..position. scale > 0 multiplies the scores;
+    dtype or FP8, a token's key heads, then its value heads; block_tables: [slots, MB] int32; idx_mapping: [B] int32
+    (request -> slot, -1 padded); query_start_loc: [B + 1] int32; seq_lens: [B] int32. Query token i of request b sits
+    at position seq_lens[b] - query_len + i and sees the keys key_start..position. scale > 0 multiplies the scores;
     max_query_len and max_seq_len bound the step from the host.
     Returns [T, Hq, D] in q's dtype; zeros for rows without a visible key and for padded requests. Rows past the last
     request may hold anything.
@@ -246,7 +247,7 @@ def gqa_attention_triton(
         BY_SPLIT=by_split,
         KEY_START=key_start,
         num_warps=4,
-        num_stages=3,
+        num_stages=2 if kv_cache.dtype == FLOAT8 else 3,  # registers hold the widened keys, and a third stage spills
         **shared,
     )
     if by_split:

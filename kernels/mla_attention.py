@@ -54,10 +54,10 @@ def mla_attention(
     """Return every query's softmax-weighted sum of the latents it may see.
 
     q: [T, H, R + P], contiguous; kv_cache: [num_blocks, block_size, R + P], same dtype or FP8, the first R columns
-    are the values; block_tables: [slots, MB] int32; idx_mapping: [B] int32 (request -> slot, -1 padded); query_start_loc: [B +
-    1] int32; seq_lens: [B] int32. Query token i of request b sits at position seq_lens[b] - query_len + i and sees the
-    keys key_start..position. scale > 0 multiplies the scores; max_query_len and max_seq_len bound the step from the
-    host.
+    are the values; block_tables: [slots, MB] int32; idx_mapping: [B] int32 (request -> slot, -1 padded);
+    query_start_loc: [B + 1] int32; seq_lens: [B] int32. Query token i of request b sits at position seq_lens[b] -
+    query_len + i and sees the keys key_start..position. scale > 0 multiplies the scores; max_query_len and max_seq_len
+    bound the step from the host.
     Returns [T, H, R] in q's dtype; zeros for rows without a visible key and for padded requests. Rows past the last
     request hold anything.
     Raises: ValueError on a wrong dtype or shape.

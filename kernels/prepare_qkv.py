@@ -33,8 +33,9 @@ def prepare_qkv(
     qkv: [T, (Hq + 2 Hkv) D], queries first, then keys, then values, contiguous; positions: [T] int64, clamped into the
     table; cos_sin: [max_pos, P] float32, cosines in [:P/2], sines in [P/2:]: the first P of a head's D elements turn,
     in pairs (2i, 2i+1) if interleaved, else (i, i + P/2); slot_mapping: [T] int64, -1 writes nothing anywhere;
-    kv_cache: [num_blocks, block_size, 2 Hkv D], keys first, contiguous, same dtype or FP8; bias: like a row of qkv, added
-    first; q_norm and k_norm: [D], weights of an RMS norm of each query and key head before the rotation, both or none.
+    kv_cache: [num_blocks, block_size, 2 Hkv D], keys first, contiguous, same dtype or FP8; bias: like a row of qkv,
+    added first; q_norm and k_norm: [D], weights of an RMS norm of each query and key head before the rotation, both or
+    none.
     Raises: ValueError on a wrong dtype or shape.
     Source: Su et al., arXiv 2104.09864, eq. 34 (rotation); Zhang and Sennrich, arXiv 1910.07467, eq. 4 (norm).
     """

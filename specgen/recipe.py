@@ -39,7 +39,9 @@ class ModelSection:
     """path: a known model's name, a folder or a hub id. dtype and device: `auto` picks what the machine does well.
 
     generation_config: whether the sampling defaults of the model's folder are taken (`use`) or not (`ignore`). float8:
-    whether dense products that a checkpoint stores in FP8 are kept so.
+    whether dense products that a checkpoint stores in FP8 are kept so. kv_dtype: `auto` caches keys and values in
+    dtype; `float8` rounds them to FP8 (e4m3, no scales), so that twice bfloat16's tokens fit. Answers are then other
+    ones, and as exact: the same for any batch, chunking and drafts.
     """
 
     path: str | None = _key(None, checks.optional(checks.text("a bundled model's name, a folder or a hub id"), ""))
@@ -47,6 +49,7 @@ class ModelSection:
     device: str = _key("auto", checks.choice("auto", "cpu", "cuda"))
     generation_config: str = _key("ignore", checks.choice("ignore", "use"))
     float8: str = _key("dequantise", checks.choice("dequantise", "keep"))
+    kv_dtype: str = _key("auto", checks.choice("auto", "float8"))
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -62,9 +65,9 @@ class SpeculationSection:
     test.
 
     dtype: `float8` holds the draft layers' large weights in FP8, for a GPU's sake. vocab_size: drafts are chosen among
-    so many of the lowest token ids, and the special tokens: BPE gives ids out roughly in order of frequency, so that few
-    of them make up most of a text. Neither changes a token with `exact`, but how many drafts are accepted, and what they
-    cost.
+    so many of the lowest token ids, and the special tokens: BPE gives ids out roughly in order of frequency, so that
+    few of them make up most of a text. Neither changes a token with `exact`, but how many drafts are accepted, and what
+    they cost.
 
     acceptance: with `synthetic`, which only `specgen bench` takes: P(the first i drafts accepted) for i from 1 up.
     """

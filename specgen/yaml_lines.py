@@ -13,6 +13,8 @@ import yaml
 
 from specgen.errors import RecipeError
 
+_QUOTES = "a text that begins with *, {, [, % or @, or has a colon and a space in it, needs quotes"
+
 
 class _Loader(yaml.SafeLoader):
     """A safe loader that reads 1e-3 as a number, as everybody expects and YAML 1.1 does not."""
@@ -32,7 +34,7 @@ def parse_value(text: str, where: str) -> object:
     try:
         return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise RecipeError(f"the value is not valid YAML: {_one_line(error)}", where=where) from None
+        raise RecipeError(f"the value is not valid YAML: {_one_line(error)}", where=where, hint=_QUOTES) from None
 
 
 def compose(path: Path) -> yaml.Node | None:
@@ -55,7 +57,8 @@ def compose(path: Path) -> yaml.Node | None:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise RecipeError(f"the recipe is not valid YAML: {error.problem or error.context}", where=where) from None
+        problem = error.problem or error.context
+        raise RecipeError(f"the recipe is not valid YAML: {problem}", where=where, hint=_QUOTES) from None
     except (yaml.YAMLError, RecursionError) as error:
         raise RecipeError(f"the recipe is not valid YAML: {_one_line(error)}", where=str(path)) from None
 

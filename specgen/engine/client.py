@@ -40,6 +40,7 @@ from specgen.worker.worker import (
     resolve_block_size,
     resolve_device,
     resolve_dtype,
+    resolve_kv_dtype,
     resolve_max_num_batched_tokens,
 )
 
@@ -228,11 +229,12 @@ def _worker_config(recipe: Recipe, folder: Path) -> WorkerConfig:
     device = resolve_device(recipe.model.device)
     origin = recipe.origins.get("engine.max_model_len")
     max_model_len = resolve_max_model_len(recipe.engine.max_model_len, model, origin)
+    dtype = resolve_dtype(recipe.model.dtype, device)
     return WorkerConfig(
         folder=folder,
         model=model,
         device=device,
-        dtype=resolve_dtype(recipe.model.dtype, device),
+        dtype=dtype,
         max_num_seqs=recipe.engine.max_num_seqs,
         max_num_batched_tokens=resolve_max_num_batched_tokens(recipe.engine.max_num_batched_tokens, device),
         max_model_len=max_model_len,
@@ -247,13 +249,14 @@ def _worker_config(recipe: Recipe, folder: Path) -> WorkerConfig:
         keeps_float8=recipe.model.float8 == "keep",
         draft_folder=resolve_head(head) if (head := recipe.speculation.model) is not None else None,
         exact=is_exact(recipe.engine.exactness, device),
+        kv_dtype=resolve_kv_dtype(recipe.model.kv_dtype, dtype, device),
     )
 
 
 def _cheap_drafts(recipe: Recipe, folder: Path, eos_token_ids: Iterable[int]) -> CheapDrafts:
     speculation = recipe.speculation
     if speculation.dtype == "float8":
-        check_float8(resolve_device(recipe.model.device))
+        check_float8(resolve_device(recipe.model.device), "speculation.dtype")
     if speculation.vocab_size is None:
         return CheapDrafts(speculation.dtype == "float8")
     extra_ids = {*eos_token_ids, *recipe.sampling.stop_token_ids, *added_token_ids(folder)}
@@ -279,6 +282,7 @@ def _describe(worker: Worker, scheduler: Scheduler, load_seconds: float) -> dict
     return {
         "device": str(config.device) if is_cpu else torch.cuda.get_device_name(config.device),
         "dtype": str(config.dtype).removeprefix("torch."),
+        "kv_dtype": str(config.pool_dtype).removeprefix("torch."),
         "exactness": "exact" if config.exact else "fast",
         "cpu_linear_mode": cpu_linear_mode() if is_cpu else None,
         "max_model_len": config.max_model_len,

@@ -84,14 +84,35 @@ class _Tokens(NamedTuple):
     expanded: bool = False
 
 
+class DraftCosts(NamedTuple):
+    """How draft layers are cheaper than the target's. float8: their head and experts are held in FP8 (a byte).
+
+    vocab_size: rows of their head, None is all.
+    """
+
+    float8: bool = False
+    vocab_size: int | None = None
+
+
+AS_TARGET = DraftCosts()
+_IN_FLOAT8 = ("head", "experts", "shared experts")
+
+
 class CostModel:
     """The cost of steps of one model. `weight_bytes` and `kv_bytes` are of one element."""
 
-    def __init__(self, config: DeepseekV3Config | DenseConfig, weight_bytes: int, kv_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        config: DeepseekV3Config | DenseConfig,
+        weight_bytes: int,
+        kv_bytes: int | None = None,
+        drafts: DraftCosts = AS_TARGET,
+    ) -> None:
         """KV elements are as large as weights unless said otherwise."""
         self.config = config
         self._weight_bytes = weight_bytes
         self._kv_bytes = kv_bytes or weight_bytes
+        self._drafts = drafts
 
     def decode(self, rows: float, context: float, num_drafts: int) -> Cost:
         """A step of `rows` rows with `context` tokens of KV each, which verifies and proposes `num_drafts` a row."""
@@ -131,10 +152,17 @@ class CostModel:
         return [project, *self._layer("draft", tokens, c.is_moe_layer(c.num_hidden_layers))]
 
     def _head(self, part: str, num_logits: float) -> Op:
-        return self._product(part, "head", self.config.vocab_size * self.config.hidden_size, num_logits)
+        vocab_size = self.config.vocab_size
+        if part == "draft":
+            vocab_size = min(self._drafts.vocab_size or vocab_size, vocab_size)
+        return self._product(part, "head", vocab_size * self.config.hidden_size, num_logits)
+
+    def _bytes_of(self, part: str, name: str) -> int:
+        """Of an element of a product's weights."""
+        return 1 if part == "draft" and self._drafts.float8 and name in _IN_FLOAT8 else self._weight_bytes
 
     def _product(self, part: str, name: str, num_weights: float, num_tokens: float) -> Op:
-        return Op(part, name, num_weights * self._weight_bytes, 2 * num_weights * num_tokens)
+        return Op(part, name, num_weights * self._bytes_of(part, name), 2 * num_weights * num_tokens)
 
     def _layer(self, part: str, tokens: _Tokens, is_moe: bool) -> list[Op]:
         ops = self._attention(part, tokens)
@@ -145,7 +173,7 @@ class CostModel:
         touched = expected_experts(c.n_routed_experts, c.num_experts_per_tok, tokens.num)
         flops = 2 * expert * c.num_experts_per_tok * tokens.num
         ops.append(self._product(part, "router", c.n_routed_experts * c.hidden_size, tokens.num))
-        ops.append(Op(part, "experts", touched * expert * self._weight_bytes, flops))
+        ops.append(Op(part, "experts", touched * expert * self._bytes_of(part, "experts"), flops))
         if c.n_shared_experts:
             ops.append(self._product(part, "shared experts", c.n_shared_experts * expert, tokens.num))
         return ops
@@ -177,6 +205,10 @@ class CostModel:
         return weights, per_head
 
 
-def cost_model(config: ModelConfig, weight_bytes: int) -> CostModel | None:
+def cost_model(
+    config: ModelConfig, weight_bytes: int, kv_bytes: int | None = None, drafts: DraftCosts = AS_TARGET
+) -> CostModel | None:
     """Return the cost model of a model, None for a kind that has none."""
-    return CostModel(config, weight_bytes) if isinstance(config, DeepseekV3Config | DenseConfig) else None
+    if not isinstance(config, DeepseekV3Config | DenseConfig):
+        return None
+    return CostModel(config, weight_bytes, kv_bytes, drafts)

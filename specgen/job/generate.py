@@ -44,9 +44,9 @@ def generate(
 ) -> Iterator[dict[str, Any]]:
     """Yield the record of every answer, as the lines of `specgen run` hold them, as they come.
 
-    rows: objects as the lines of an input, or texts; consumed as the engine takes them. recipe: a file, a recipe, or a
-    mapping of its sections ({"model": {"path": …}, …}) or key paths ({"model.path": …}). Its input and output paths are
-    not used. Leaving the iteration early drops what runs.
+    rows: objects as the lines of an input, or texts; consumed as the engine takes them, in a thread of its own. recipe:
+    a file, a recipe, or a mapping of its sections ({"model": {"path": …}, …}) or key paths ({"model.path": …}). Its
+    input and output paths are not used. Leaving the iteration early drops what runs.
 
     Raises: SpecgenError for what cannot be run at all; a row that cannot is a record with an error.
     """

@@ -6,6 +6,7 @@ Knows files, globs and formats by name, and rows that a program gives. Does not 
 import functools
 import glob
 import itertools
+import json
 import os
 import stat
 import sys
@@ -70,6 +71,11 @@ class Input:
         """The paths that are on this machine."""
         return [source.path for source in self.sources if source.path != "-" and os.path.exists(source.path)]
 
+    @property
+    def patterns(self) -> list[str]:
+        """The paths that stand for all files of a kind."""
+        return [path for path in self.section.paths if glob.has_magic(path) and not os.path.exists(path)]
+
     @functools.cached_property
     def is_batch(self) -> bool:
         """Whether this is an OpenAI batch file: the recipe, or the first line, says so. (On stdin, waits for one.)"""
@@ -94,7 +100,10 @@ class Input:
         Raises: InputError if the input breaks.
         """
         id_column = self.id_column
-        reader = self._reader(self._lines(only_if=f'"{id_column}"'.encode()), id_column, unique_ids=True)
+        quoted = json.dumps(id_column, ensure_ascii=False)
+        is_plain = quoted == f'"{id_column}"' and "/" not in id_column  # other names are written in several ways
+        lines = self._lines(only_if=quoted.encode("utf-8", "surrogatepass") if is_plain else None)
+        reader = self._reader(lines, id_column, unique_ids=True)
         duplicates = [str(row.error) for row in reader if isinstance(row, BadRow) and row.error.code == "duplicate_id"]
         return Scan(reader.rows, reader.blank_lines, duplicates)
 
@@ -135,6 +144,9 @@ class GivenRows:
     is_batch = False
 
     def __init__(self, rows: Iterable[Mapping[str, Any] | str], section: InputSection) -> None:
+        """Raises: InputError if it is one row in the place of several."""
+        if isinstance(rows, (str, bytes, Mapping)):
+            raise InputError(f"rows must be several, as in a list, not {checks.shown(rows)}", hint="[row] is one")
         self._rows = rows
         self._section = section
         self.id_column = section.id
@@ -155,7 +167,7 @@ class GivenRows:
             if isinstance(row, str):
                 yield Line(number, {self._section.prompt: row})
             elif isinstance(row, Mapping):
-                yield Line(number, {str(name): plain(value) for name, value in row.items()})
+                yield Line(number, {str(name): plain(value, with_nulls=True) for name, value in row.items()})
             else:
                 error = RowError(f"a row must be an object or a text, not {checks.shown(row)}", code="not_an_object")
                 yield Line(number, None, error, repr(row).encode("utf-8", "replace"))

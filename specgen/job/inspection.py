@@ -48,10 +48,10 @@ class StopToken(NamedTuple):
 class Inspection:
     """A model, counted. Sizes in bytes; parameters as they are held, a tied head once.
 
-    draft_layers: that the checkpoint, or the head's folder, really holds. stored: bytes by dtype. weight_bytes,
-    kv_bytes_per_token: in `dtype`, draft layers included. kv_tokens: that fit beside the weights on the first device.
-    tensor_parallel: how many such devices hold the weights; 1 if one does. head_properties: what is declared about the
-    draft head, and whose embedding and output head it uses. problems: what stops a run.
+    draft_layers: that the checkpoint, or the head's folder, really holds. stored: bytes by dtype. weight_bytes in
+    `dtype` and kv_bytes_per_token in `kv_dtype`: draft layers included. kv_tokens: that fit beside the weights on the
+    first device. tensor_parallel: how many such devices hold the weights; 1 if one does. head_properties: what is
+    declared about the draft head, and whose embedding and output head it uses. problems: what stops a run.
     """
 
     folder: str
@@ -65,6 +65,7 @@ class Inspection:
     draft_parameters: int
     stored: dict[str, int]
     dtype: str
+    kv_dtype: str
     weight_bytes: int
     kv_bytes_per_token: int
     devices: list[Device]
@@ -100,12 +101,21 @@ class _Parts(NamedTuple):
 
 
 def inspect_model(
-    folder: Path, head_folder: Path | None, dtype: torch.dtype, device: torch.device, *, self_test: bool
+    folder: Path,
+    head_folder: Path | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    self_test: bool,
+    kv_dtype: torch.dtype | None = None,
 ) -> Inspection:
     """Return what is in `folder`; `head_folder` is of a draft head in place of the model's own.
 
+    `kv_dtype`: of the KV cache, None is `dtype`; the draft head is tested with a cache in `dtype`.
+
     Raises: ModelError if the folder is none of a model that is supported.
     """
+    kv_dtype = kv_dtype or dtype
     config, checkpoint, problem = read_config(folder), None, None
     try:
         checkpoint = Checkpoint(folder)
@@ -115,7 +125,7 @@ def inspect_model(
     total, active = _count(parts.target)
     draft = sum(p.numel() for p in _own(parts)) if parts.draft is not None else 0
     draft_width = parts.draft.kv_width * parts.draft_layers if parts.draft is not None else 0
-    kv = (config.kv_width * config.num_hidden_layers + draft_width) * dtype.itemsize
+    kv = (config.kv_width * config.num_hidden_layers + draft_width) * kv_dtype.itemsize
     weight_bytes = (total + draft) * dtype.itemsize
     devices = _devices(device)
     room = devices[0].free * _SHARE
@@ -131,6 +141,7 @@ def inspect_model(
         draft_parameters=draft,
         stored=_stored(checkpoint) if checkpoint is not None else {},
         dtype=str(dtype).removeprefix("torch."),
+        kv_dtype=str(kv_dtype).removeprefix("torch."),
         weight_bytes=weight_bytes,
         kv_bytes_per_token=kv,
         devices=devices,

@@ -200,7 +200,7 @@ def replace_file(path: str, write: Callable[[BinaryIO], object]) -> None:
         with suppress(OSError):
             os.unlink(temporary)
         if isinstance(error, OSError):
-            raise InputError(f"the file cannot be written: {error.strerror}", where=temporary) from error
+            raise InputError(f"the file cannot be written: {error.strerror}", where=path) from error
         raise
 
 

@@ -145,8 +145,13 @@ class Manifest:
         content: list[str] = []
         speed: list[str] = []
         is_exact = all(one.value("speculation.method") == "exact" for one in (self, new))
-        for key in dict.fromkeys((*self.content["recipe"], *new.content["recipe"])):
+        old_recipe, new_recipe = self.content["recipe"], new.content["recipe"]
+        for key in dict.fromkeys((*old_recipe, *new_recipe)):
             was, is_now = self.value(key), new.value(key)
+            # A key that one of them does not have is another version's; its default is what was done without it.
+            is_known = key in old_recipe and key in new_recipe
+            if not is_known and (old_recipe.get(key) or new_recipe[key])["origin"] == "default":
+                continue
             if was != is_now:
                 is_draft = key.startswith("speculation.") and key != "speculation.method"
                 is_free = key in _FREE or (is_draft and is_exact)

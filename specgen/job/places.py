@@ -7,9 +7,12 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from specgen.errors import InputError
+
+# Names that say something else than JSONL; the answers would be read wrongly.
+_OTHER_FORMATS = (".gz", ".zst", ".csv", ".parquet", ".pq", ".arrow", ".feather", ".ipc")
 
 
 def recipe_beside(output: str) -> str | None:
@@ -23,20 +26,36 @@ def files_beside(output: str) -> list[str]:
     return [] if recipe is None else [recipe, f"{output}.manifest.json"]
 
 
-def check_output(path: str, *, inputs: Sequence[str], recipe_path: Path | None = None) -> None:
+def check_output(
+    path: str, *, inputs: Sequence[str], patterns: Sequence[str] = (), recipe_path: Path | None = None
+) -> None:
     """Return if an output, and what is beside it, can be made or continued; leaves no trace, so it can be asked early.
+
+    patterns: globs of inputs, which the output must not fit, or the next run would read it.
 
     Raises: InputError if one of them is an input or the recipe that is run (`recipe_path`), or cannot be in its folder.
     """
     if path == "-" or is_special(path):
         _check_open_end(path, "output")
         return
+    suffix = os.path.splitext(path)[1].lower()
+    if suffix in _OTHER_FORMATS:
+        raise InputError(
+            f"answers are written as JSONL, which {suffix} does not say", where=path, hint="NAME.jsonl does"
+        )
     beside = zip(files_beside(path), ("recipe", "manifest"), strict=True)
     for target, what in (
         (path, "output"),
         *((name, f"{what} that is written beside the output") for name, what in beside),
     ):
         _check_place(target, what)
+        for pattern in patterns:
+            if PurePath(os.path.abspath(target)).match(os.path.abspath(pattern)):
+                raise InputError(
+                    f"the {what} would be read as input by the next run: {pattern} takes it in",
+                    where=target,
+                    hint="--output names another place",
+                )
         if any(other != "-" and _same_file(target, other) for other in inputs):
             raise InputError(f"the {what} is the input file", where=target, hint="--output names another")
         if recipe_path is not None and _same_file(target, str(recipe_path)):

@@ -94,7 +94,8 @@ class PromptBuilder:
     def _token_ids_of(self, content: Content, line: int) -> list[int]:
         if isinstance(content, Chat):
             if self._template is None:
-                raise RowError("the model has no chat template", code="bad_template")
+                hint = "input.chat_template names a file with one"
+                raise RowError("the model has no chat template", hint=hint, code="bad_template")
             return self._tokenizer.encode(self._template.render(content), with_prefix=False)
         if not isinstance(content, str):
             return list(content)

@@ -19,14 +19,15 @@ from specgen import checks
 from specgen.errors import InputError, RowError
 from specgen.job.digest_map import DigestMap
 
+# How a file begins that is no JSONL, what it is, and what to do.
 _FOREIGN_STARTS = {
-    b"\x1f\x8b": "gzip",
-    b"PAR1": "Parquet",
-    b"ARROW1": "Arrow",
-    b"PK\x03\x04": "zip",
-    b"\xff\xfe": "UTF-16",
-    b"\xfe\xff": "UTF-16",
-    b"(\xb5/\xfd": "Zstandard",
+    b"\x1f\x8b": ("gzip", "a name that ends in .gz is unpacked"),
+    b"(\xb5/\xfd": ("Zstandard", "a name that ends in .zst is unpacked"),
+    b"PAR1": ("Parquet", "input.format=parquet reads it"),
+    b"ARROW1": ("Arrow", "input.format=arrow reads it"),
+    b"PK\x03\x04": ("zip", "unpack it first"),
+    b"\xff\xfe": ("UTF-16", "iconv -f UTF-16 -t UTF-8 makes it readable"),
+    b"\xfe\xff": ("UTF-16", "iconv -f UTF-16 -t UTF-8 makes it readable"),
 }
 
 
@@ -158,10 +159,9 @@ def jsonl_lines(
     """
     for number, raw in enumerate(stream, start=1):
         if number == 1:
-            for magic, kind in _FOREIGN_STARTS.items():
-                if raw.startswith(magic):
-                    hint = f"this is read as JSONL in UTF-8; input.format says otherwise, a name like x.{kind.lower()}"
-                    raise InputError(f"this is a {kind} file", where=where, hint=hint)
+            for start, (kind, hint) in _FOREIGN_STARTS.items():
+                if raw.startswith(start):
+                    raise InputError(f"this is a {kind} file and is read as JSONL", where=where, hint=hint)
             raw = raw.removeprefix(b"\xef\xbb\xbf")
         if not raw.strip():
             yield Line(number, file=file)

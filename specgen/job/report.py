@@ -87,80 +87,95 @@ class _Top:
         return [shown for _, _, shown in sorted(self._heap, reverse=True, key=lambda item: item[:2])]
 
 
+class _Tally:
+    """What is counted over all lines of an output."""
+
+    def __init__(self, by: Sequence[str]) -> None:
+        self.whole = _Group()
+        self.num_unreadable = 0
+        self.slices: dict[str, dict[str, _Group]] = {name: {} for name in by}
+        self._num_empty = self._prompt_tokens = self._cached_tokens = 0
+        self._finish, self._stops, self._codes = Counter[str](), Counter[str](), Counter[str]()
+        self._prompts, self._answers = Counter[int](), Counter[int]()
+        self._steps, self._rejecting = _Top(), _Top()
+        self._failures: list[dict[str, Any]] = []
+
+    def add(self, line: _Line) -> None:
+        self.whole.add(line)
+        self._finish[line.finish_reason] += 1
+        for name, groups in self.slices.items():
+            if name in line.data:
+                _slice(groups, line.data[name]).add(line)
+        if line.error is not None:
+            self._codes[str(line.error.get("code"))] += 1
+            if len(self._failures) < _NUM_SHOWN:
+                self._failures.append(_shown(line) | {"error": dict(line.error)})
+            return
+        self._stops[line.stop or ""] += line.finish_reason == "stop"
+        self._prompts[line.prompt_tokens] += 1
+        self._answers[line.completion_tokens] += 1
+        self._prompt_tokens += line.prompt_tokens
+        self._cached_tokens += line.cached_tokens
+        self._num_empty += not line.text.strip()
+        if line.spec is not None:
+            self._steps.offer(line.spec.steps, line)
+            if line.spec.drafted >= _MIN_DRAFTED:
+                self._rejecting.offer(-line.spec.acceptance_rate, line)
+
+    def as_dict(self) -> dict[str, Any]:
+        whole, spec = self.whole, self.whole.spec
+        per_pos = enumerate(zip(spec.accepted_per_pos, spec.drafted_per_pos, strict=True), start=1)
+        return {
+            "totals": whole.as_dict()
+            | {
+                "completion_tokens": whole.completion_tokens,
+                "prompt_tokens": self._prompt_tokens,
+                "cached_tokens": self._cached_tokens,
+                "empty": self._num_empty,
+                "steps": spec.steps,
+                "drafted": spec.drafted,
+                "accepted": spec.accepted,
+            },
+            "acceptance_per_pos": [
+                {"position": position, "accepted": accepted, "drafted": drafted, "rate": round(accepted / drafted, 4)}
+                for position, (accepted, drafted) in per_pos
+                if drafted
+            ],
+            "finish_reasons": dict(self._finish.most_common()),
+            "stops": {stop: count for stop, count in self._stops.most_common(_NUM_SHOWN) if count},
+            "prompt_lengths": _bins(self._prompts),
+            "answer_lengths": _bins(self._answers),
+            "slices": {name: _sliced(groups) for name, groups in self.slices.items()},
+            "most_steps": self._steps.lines(),
+            "least_accepted": self._rejecting.lines(),
+            "error_codes": dict(self._codes.most_common()),
+            "failures": self._failures,
+        }
+
+
 def make_report(output: str, by: Sequence[str] = ()) -> dict[str, Any]:
     """Return the figures of the output at `output`; `by` names columns of the input to slice them by.
 
     Raises: InputError if the output cannot be read or has no answers, or no row has a column of that name.
     """
     manifest = Manifest.read(output)
-    whole = _Group()
-    finish, stops, codes = Counter[str](), Counter[str](), Counter[str]()
-    prompts, answers = Counter[int](), Counter[int]()
-    prompt_tokens = cached_tokens = num_unreadable = num_empty = 0
-    slices: dict[str, dict[str, _Group]] = {name: {} for name in by}
-    steps, rejecting = _Top(), _Top()
-    failures: list[dict[str, Any]] = []
+    tally = _Tally(by)
     for line in _lines(output):
         if line is None:
-            num_unreadable += 1
-            continue
-        whole.add(line)
-        finish[line.finish_reason] += 1
-        for name in by:
-            if name in line.data:
-                _slice(slices[name], line.data[name]).add(line)
-        if line.error is not None:
-            codes[str(line.error.get("code"))] += 1
-            if len(failures) < _NUM_SHOWN:
-                failures.append(_shown(line) | {"error": dict(line.error)})
-            continue
-        stops[line.stop or ""] += line.finish_reason == "stop"
-        prompts[line.prompt_tokens] += 1
-        answers[line.completion_tokens] += 1
-        prompt_tokens += line.prompt_tokens
-        cached_tokens += line.cached_tokens
-        num_empty += not line.text.strip()
-        if line.spec is not None:
-            steps.offer(line.spec.steps, line)
-            if line.spec.drafted >= _MIN_DRAFTED:
-                rejecting.offer(-line.spec.acceptance_rate, line)
-    if not whole.answers:
-        raise InputError("there are no answers in it", where=output)
-    for name, groups in slices.items():
+            tally.num_unreadable += 1
+        else:
+            tally.add(line)
+    if not tally.whole.answers:
+        raise InputError("there are no answers in it", where=output, hint="it takes an output of `specgen run`")
+    for name, groups in tally.slices.items():
         if not groups:
             raise InputError(f"no row has a column {name!r}", where="--by")
-    spec = whole.spec
     return {
         "output": output,
         "complete": manifest.content["complete"] if manifest is not None else None,
-        "unreadable_lines": num_unreadable,
-        "totals": whole.as_dict()
-        | {
-            "completion_tokens": whole.completion_tokens,
-            "prompt_tokens": prompt_tokens,
-            "cached_tokens": cached_tokens,
-            "empty": num_empty,
-            "steps": spec.steps,
-            "drafted": spec.drafted,
-            "accepted": spec.accepted,
-        },
-        "acceptance_per_pos": [
-            {"position": position + 1, "accepted": accepted, "drafted": drafted, "rate": round(accepted / drafted, 4)}
-            for position, (accepted, drafted) in enumerate(
-                zip(spec.accepted_per_pos, spec.drafted_per_pos, strict=True)
-            )
-            if drafted
-        ],
+        "unreadable_lines": tally.num_unreadable,
+        **tally.as_dict(),
         "over_time": _over_time(manifest),
-        "finish_reasons": dict(finish.most_common()),
-        "stops": {stop: count for stop, count in stops.most_common(_NUM_SHOWN) if count},
-        "prompt_lengths": _bins(prompts),
-        "answer_lengths": _bins(answers),
-        "slices": {name: _sliced(groups) for name, groups in slices.items()},
-        "most_steps": steps.lines(),
-        "least_accepted": rejecting.lines(),
-        "error_codes": dict(codes.most_common()),
-        "failures": failures,
         "manifest": manifest.content if manifest is not None else None,
     }
 

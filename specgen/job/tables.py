@@ -108,9 +108,26 @@ def _pyarrow_errors(path: str, kind: str) -> Iterator[None]:
 def _table_lines(batches: Iterable[Any], file: str | None) -> Iterator[Line]:
     number = 0
     for batch in batches:
-        for data in batch.to_pylist():
+        for data in _objects_of(batch):
             number += 1
-            yield Line(number, {name: plain(value) for name, value in data.items()}, file=file)
+            if isinstance(data, RowError):
+                yield Line(number, None, data, str(number).encode(), file)
+            else:
+                yield Line(number, {name: plain(value) for name, value in data.items()}, file=file)
+
+
+def _objects_of(batch: Any) -> Iterator[dict[str, Any] | RowError]:
+    """Yield a batch's rows, and an error for one that Python cannot hold: text that is not UTF-8, a moment too fine."""
+    try:
+        whole = batch.to_pylist()
+    except (ValueError, OverflowError):
+        for place in range(batch.num_rows):
+            try:
+                yield from batch.slice(place, 1).to_pylist()
+            except (ValueError, OverflowError) as error:
+                yield RowError(f"a value of the row cannot be read: {error}", code="bad_value")
+    else:
+        yield from whole
 
 
 def dataset_lines(path: str, section: InputSection, file: str | None) -> Iterator[Line]:
@@ -123,24 +140,28 @@ def dataset_lines(path: str, section: InputSection, file: str | None) -> Iterato
             rows = datasets.load_from_disk(path)[section.split]
         else:
             rows = datasets.load_dataset(path, section.subset, split=section.split, streaming=section.streaming)
+        for number, data in enumerate(rows, start=1):
+            yield Line(number, {str(name): plain(value) for name, value in data.items()}, file=file)
     except Exception as error:  # the library raises its own, the hub's and the system's errors alike
         cause = " ".join(str(error.__cause__ or error).split())[:300]
         hint = "is there a file or folder of that name, is the id right, is the network there?"
         raise InputError(f"the dataset cannot be had: {cause}", where=path, hint=hint) from error
-    for number, data in enumerate(rows, start=1):
-        yield Line(number, {str(name): plain(value) for name, value in data.items()}, file=file)
 
 
-def plain(value: Any) -> Any:
-    """Return a table's value as JSON has it: NaN is null, bytes are base64, dates and decimals their texts."""
+def plain(value: Any, *, with_nulls: bool = False) -> Any:
+    """Return a value as JSON has it: NaN is null, bytes are base64, dates and decimals their texts.
+
+    with_nulls: whether an object keeps its nulls; a table's struct has every field in every row: null is "not given".
+    """
     if value is None or isinstance(value, (str, bool, int)):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):  # a struct has every field in every row: null is "not given" there
-        return {str(name): plain(item) for name, item in value.items() if item is not None}
+    if isinstance(value, Mapping):
+        items = value.items() if with_nulls else ((name, item) for name, item in value.items() if item is not None)
+        return {str(name): plain(item, with_nulls=with_nulls) for name, item in items}
     if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
+        return [plain(item, with_nulls=with_nulls) for item in value]
     if isinstance(value, (bytes, bytearray)):
         return base64.b64encode(value).decode("ascii")
     if hasattr(value, "tolist"):  # numpy

@@ -50,7 +50,8 @@ class ColumnTemplate:
 
         Raises: RowError with code bad_template or empty_prompt.
         """
-        text = _rendered(self._template, dict(data), "input.template")
+        columns = f"columns: {', '.join(map(str, list(data)[:10])) or 'none'}"
+        text = _rendered(self._template, dict(data), "input.template", hint=columns)
         if not text:
             raise RowError("input.template gave an empty text", code="empty_prompt")
         return text
@@ -151,13 +152,14 @@ def _refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _rendered(template: jinja2.Template, context: dict[str, Any], what: str) -> str:
+def _rendered(template: jinja2.Template, context: dict[str, Any], what: str, hint: str | None = None) -> str:
     try:
         return template.render(context)
     except RecursionError:
         raise RowError(f"{what} does not end", code="bad_template") from None
     except Exception as error:  # a template may raise whatever its expressions do
-        raise RowError(f"{what} refuses the row: {' '.join(str(error).split())[:300]}", code="bad_template") from None
+        told = " ".join(str(error).split())[:300]
+        raise RowError(f"{what} refuses the row: {told}", hint=hint, code="bad_template") from None
 
 
 def _moment(now: object) -> datetime.datetime:

@@ -33,6 +33,7 @@ from specgen.worker.worker import (
     resolve_block_size,
     resolve_device,
     resolve_dtype,
+    resolve_kv_dtype,
     resolve_max_num_batched_tokens,
 )
 
@@ -213,6 +214,7 @@ def new_probe(recipe: Recipe, folder: Path, num_tokens: int) -> Probe:
     Raises: ModelError, RecipeError as when the engine is made.
     """
     model, device = read_config(folder), resolve_device(recipe.model.device)
+    dtype = resolve_dtype(recipe.model.dtype, device)
     num_spec, block_size = recipe.speculation.num_tokens, resolve_block_size(recipe.engine.block_size, device)
     most_tokens = num_tokens + num_spec + 1
     return Probe(
@@ -220,7 +222,7 @@ def new_probe(recipe: Recipe, folder: Path, num_tokens: int) -> Probe:
             folder=folder,
             model=model,
             device=device,
-            dtype=resolve_dtype(recipe.model.dtype, device),
+            dtype=dtype,
             max_num_seqs=1,
             max_num_batched_tokens=min(
                 resolve_max_num_batched_tokens(recipe.engine.max_num_batched_tokens, device), most_tokens
@@ -233,6 +235,7 @@ def new_probe(recipe: Recipe, folder: Path, num_tokens: int) -> Probe:
             cuda_graphs=False,
             keeps_float8=recipe.model.float8 == "keep",
             exact=is_exact(recipe.engine.exactness, device),
+            kv_dtype=resolve_kv_dtype(recipe.model.kv_dtype, dtype, device),
         )
     )
 

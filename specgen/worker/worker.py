@@ -15,6 +15,7 @@ import torch
 
 from specgen.engine.scheduler import NewRow, ScheduledRow, SchedulerOutput
 from specgen.errors import ModelError, RecipeError
+from specgen.kernels.float8_linear import FLOAT8
 from specgen.models.cheap_drafts import AS_LOADED, CheapDrafts
 from specgen.models.config import ModelConfig
 from specgen.models.loading import load_model
@@ -39,7 +40,7 @@ class WorkerConfig:
     folder: None fills the model with random weights. acceptance: the rates at which drafts are accepted by lot.
     by_ratio: drafts are judged by the ratio of the two distributions, and drawn with noise of their own. draft_folder:
     of a draft head that takes the place of the model's own. exact: products on CUDA don't depend on how many rows there
-    are.
+    are. kv_dtype: of the KV pool, target's and draft layers'; None is dtype.
     """
 
     folder: Path | None
@@ -62,6 +63,12 @@ class WorkerConfig:
     keeps_float8: bool = False
     cheap_drafts: CheapDrafts = AS_LOADED
     exact: bool = True
+    kv_dtype: torch.dtype | None = None
+
+    @property
+    def pool_dtype(self) -> torch.dtype:
+        """What the KV pool holds."""
+        return self.kv_dtype or self.dtype
 
 
 DrafterFactory = Callable[[RequestStates, int], Drafter]
@@ -106,12 +113,24 @@ def is_exact(exactness: str, device: torch.device) -> bool:
     return exactness == "exact"
 
 
-def check_float8(device: torch.device) -> None:
-    """Raises RecipeError where the device can't turn FP8 into another type."""
+def resolve_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """`auto` is `dtype`, `float8` is e4m3.
+
+    Raises:
+        RecipeError: float8 on a device that does not know it.
+    """
+    if name == "auto":
+        return dtype
+    check_float8(device, "model.kv_dtype")
+    return FLOAT8
+
+
+def check_float8(device: torch.device, key: str) -> None:
+    """Raises RecipeError, naming the recipe's key, where the device can't turn FP8 into another type."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise RecipeError(
-            f"speculation.dtype is float8, and {torch.cuda.get_device_name(device)} does not know FP8",
-            hint="it takes compute capability 8.9 or more; set speculation.dtype to auto",
+            f"{key} is float8, and {torch.cuda.get_device_name(device)} does not know FP8",
+            hint=f"it takes compute capability 8.9 or more; set {key} to auto",
         )
 
 
@@ -208,7 +227,7 @@ class Worker:
     def block_bytes(self) -> int:
         """Bytes of one KV block over all layers, the draft layers' included."""
         own = 0 if self._shares_pool else self.num_draft_layers * self.config.block_size * self._draft_width
-        return (math.prod(self._kv_shape(1)) + own) * self.config.dtype.itemsize
+        return (math.prod(self._kv_shape(1)) + own) * self.config.pool_dtype.itemsize
 
     @property
     def _draft_width(self) -> int:
@@ -228,7 +247,7 @@ class Worker:
         return self._new_pool(self._kv_shape(num_blocks))
 
     def _new_pool(self, shape: tuple[int, int, int, int]) -> torch.Tensor:
-        dtype = self.config.dtype
+        dtype = self.config.pool_dtype
         if self.config.device.type != "cpu":
             return torch.zeros(shape, dtype=dtype, device=self.config.device)
         # numpy's zeros are the system's: no page is touched before it is used, and most of a large pool never is

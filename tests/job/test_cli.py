@@ -319,7 +319,9 @@ def test_check_prints_a_recipe_with_origins_and_looks_at_the_rows(
     assert "# job.yaml:4" in out
     assert "10 rows can run, 0 cannot" in out
     assert "prompt tokens: " in out
-    assert "KV: at most" in out
+    assert "MiB in bfloat16, " in out[out.index("# KV: at most") :]
+    assert main(["check", "job.yaml", "--set", "model.kv_dtype=float8"]) == 0
+    assert capsys.readouterr().out.endswith("MiB in float8\n")
     with open(folder / "in.jsonl", "a") as stream:
         stream.write("broken\n")
     assert main(["check", "job.yaml"]) == 3

@@ -2,7 +2,7 @@
 
 import pytest
 
-from specgen.job.floor import Ceilings, Cost, CostModel, Op, cost_model, expected_experts
+from specgen.job.floor import Ceilings, Cost, CostModel, DraftCosts, Op, cost_model, expected_experts
 from specgen.models.config import parse_config
 
 # 27 layers (the first dense), hidden 2048, 64 experts of 1408, top 6, 2 shared; MLA with 16 heads and no query latent.
@@ -120,3 +120,29 @@ def test_a_dense_model_with_grouped_queries() -> None:
     kv = 4 * 1000 * 32 * 2 * 8 * 128
     assert cost.num_bytes == pytest.approx(2 * (weights + kv))
     assert cost.flops == pytest.approx(2 * 4 * (weights + 32 * 32 * 2 * 128 * 1000))
+
+
+def test_cheap_drafts_lower_the_drafts_part_alone() -> None:
+    config = parse_config(DS16B, "test")
+    plain, cheap = cost_model(config, 2), cost_model(config, 2, drafts=DraftCosts(float8=True, vocab_size=32768))
+    assert plain is not None and cheap is not None
+    before, after = plain.decode(1, 100, 3), cheap.decode(1, 100, 3)
+    assert before.of("target") == after.of("target")
+    was, now = before.kinds, after.kinds
+    assert now["draft", "head"].num_bytes == 3 * 32768 * 2048
+    assert now["draft", "head"].flops < was["draft", "head"].flops
+    for name in ("experts", "shared experts"):
+        assert now["draft", name].num_bytes * 2 == was["draft", name].num_bytes
+        assert now["draft", name].flops == was["draft", name].flops
+    assert now["draft", "eh_proj"] == was["draft", "eh_proj"]
+    assert now["draft", "attention products"] == was["draft", "attention products"]
+
+
+def test_a_float8_cache_halves_the_keys_and_values_alone() -> None:
+    narrow = cost_model(parse_config(DS16B, "test"), 2, 1)
+    assert narrow is not None
+    wide_ops, narrow_ops = (m.decode(8, 4096, 3).kinds for m in (model(), narrow))
+    for kind, cost in wide_ops.items():
+        is_attention = kind[1] == "attention"
+        assert narrow_ops[kind].num_bytes == cost.num_bytes * (0.5 if is_attention else 1)
+        assert narrow_ops[kind].flops == cost.flops

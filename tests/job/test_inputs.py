@@ -7,6 +7,8 @@ import io
 import json
 import os
 import tracemalloc
+import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -137,9 +139,30 @@ def test_a_table_holds_what_json_holds(tmp_path: Path) -> None:
     rows = [
         {"when": datetime.datetime(2026, 1, 2), "x": float("nan"), "raw": b"\x00\xff", "at": {"a": None, "b": [1.5]}}
     ]
-    assert data_of(list(GivenRows(rows, InputSection()).rows(unique_ids=True))) == [
-        {"when": "2026-01-02T00:00:00", "x": None, "raw": "AP8=", "at": {"b": [1.5]}}
-    ]
+    held = {"when": "2026-01-02T00:00:00", "x": None, "raw": "AP8=", "at": {"a": None, "b": [1.5]}}
+    assert data_of(list(GivenRows(rows, InputSection()).rows(unique_ids=True))) == [held]
+    assert tables.plain(rows[0]["at"]) == {"b": [1.5]}  # in a table, every struct has every field
+
+
+def test_a_value_that_cannot_be_read_is_its_rows_error(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    texts = pyarrow.array([b"a", b"\xff", b"c"]).view("string")
+    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.table({"prompt": texts}), tmp_path / "in.parquet")
+    rows = read(tmp_path / "in.parquet")
+    assert data_of(rows) == [{"prompt": "a"}, None, {"prompt": "c"}]
+    assert isinstance(rows[1], BadRow)
+    assert (rows[1].line, rows[1].error.code) == (2, "bad_value")
+
+
+def test_a_dataset_that_breaks_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Iterator[dict[str, str]]:
+        yield {"prompt": "a"}
+        raise RuntimeError("the shard is gone")
+
+    library = types.SimpleNamespace(load_dataset=lambda *_, **__: broken())
+    monkeypatch.setattr(tables, "library", lambda *_: library)
+    with pytest.raises(InputError, match="cannot be had: the shard is gone"):
+        read(tmp_path, format="dataset", streaming=True)
 
 
 def test_several_files_are_one_input(tmp_path: Path) -> None:
@@ -169,7 +192,8 @@ def test_a_name_with_a_star_in_it_is_a_name(tmp_path: Path) -> None:
         ("in.jsonl.zst", b"plain", "compressed input is damaged"),
         ("in.parquet", b"PAR1plain", "not a whole Parquet file"),
         ("in.arrow", b"plain", "not a whole Arrow file"),
-        ("in.jsonl", gzip.compress(JSONL), "this is a gzip file"),
+        ("in.jsonl", gzip.compress(JSONL), r"this is a gzip file.*ends in \.gz is unpacked"),
+        ("in.jsonl", b"PAR1plain", r"this is a Parquet file.*input\.format=parquet"),
     ],
 )
 def test_a_file_that_is_not_what_it_says(tmp_path: Path, name: str, content: bytes, part: str) -> None:
@@ -225,6 +249,11 @@ def test_rows_that_are_given(tmp_path: Path) -> None:
     rows = list(GivenRows(["text", {"id": 3}, 5, {"id": 3}], InputSection(prompt="q")).rows(unique_ids=True))  # type: ignore[list-item]
     assert data_of(rows) == [{"q": "text"}, {"id": 3}, None, {"id": 3}]
     assert [row.error.code for row in rows if isinstance(row, BadRow)] == ["not_an_object", "duplicate_id"]
+    given = [{"meta": {"a": None, "b": [{"c": None}]}}]
+    assert data_of(list(GivenRows(given, InputSection()).rows(unique_ids=True))) == given  # as a line of JSONL has it
+    for one in ("text", {"prompt": "text"}):
+        with pytest.raises(InputError, match=r"must be several.*\[row\] is one"):
+            GivenRows(one, InputSection())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["in.jsonl", "in.jsonl.gz", "in.csv", "in.parquet"])

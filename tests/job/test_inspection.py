@@ -56,6 +56,18 @@ def test_a_tied_head_counts_once_and_a_head_folder_counts_its_own(tmp_path: Path
     assert found.head_properties["projection"] == "hidden state first"
 
 
+def test_a_float8_cache_takes_a_byte_a_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_folder(tmp_path, config_of("mimo"))
+    wide = inspect(folder)
+    narrow = inspect_model(folder, None, torch.float32, CPU, self_test=False, kv_dtype=torch.float8_e4m3fn)
+    assert narrow.kv_bytes_per_token == 3 * 2 * 2 * 8 == wide.kv_bytes_per_token // 4
+    assert narrow.weight_bytes == wide.weight_bytes and narrow.kv_dtype == "float8_e4m3fn"
+    assert main(["inspect", "stories-7m", "--no-self-test", "--kv-dtype", "float8"]) == 0
+    assert "KV                400 bytes a token in float8_e4m3fn; at most" in capsys.readouterr().out
+    assert main(["inspect", "stories-7m", "--kv-dtype", "float16"]) == 2
+    assert "model.kv_dtype" in capsys.readouterr().err
+
+
 def test_what_stops_a_run_is_told_at_once(tmp_path: Path) -> None:
     """U06, and a missing and a wrong tensor beside it."""
     weights = random_weights(config_of("mimo"))

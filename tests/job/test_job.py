@@ -278,6 +278,20 @@ def test_rows_that_begin_alike_are_brought_together(workplace: Any, fake_engine:
     assert sum(one != other for one, other in itertools.pairwise(groups)) == 2
 
 
+def test_a_row_that_others_were_put_before_is_begun_although_many_lines_wait_for_it(
+    workplace: Any, fake_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specgen.job.job.MAX_HELD_LINES", 10)
+    workplace.write([{"id": i, "prompt": [1, 100 - i]} for i in range(60)])  # the first one is the last by its tokens
+    looks = itertools.count()
+
+    def look(progress: Progress) -> None:
+        assert next(looks) < 5000, "it does not end"
+
+    workplace.run(fake_engine(), "engine.group_prefixes=true", "engine.max_num_seqs=4", on_progress=look)
+    assert [record["id"] for record in workplace.records()] == list(range(60))
+
+
 def test_what_runs_may_be_finished_after_a_stop(workplace: Any, fake_engine: Any) -> None:
     workplace.write(rows_of(100))
     stop = threading.Event()

@@ -2,6 +2,7 @@
 
 import io
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -38,8 +39,9 @@ def test_json_lines(session: Any, at_once: None, capsys: pytest.CaptureFixture[s
     with ProgressView(Console(quiet=True), "json", session) as view:
         view.update(progress(0, 1.0, 50, 0))
         view.update(progress(4, 2.0, 150, 80))
-    first, second = map(json.loads, capsys.readouterr().err.splitlines())
+    first, second, last = map(json.loads, capsys.readouterr().err.splitlines())
     assert first["event"] == second["event"] == "progress"
+    assert last == second | {"event": "end"}
     assert first["eta_seconds"] is None
     assert (second["rows"], second["rows_total"], second["failed"]) == (4, 10, 2)
     assert (second["tokens_per_second"], second["tokens_per_second_mean"]) == (100.0, 75.0)
@@ -47,6 +49,18 @@ def test_json_lines(session: Any, at_once: None, capsys: pytest.CaptureFixture[s
     assert second["eta_seconds"] == (6 * 30 - 70) / 100
     assert second["acceptance_per_pos"] == [1.0, 0.0, 0.0]
     assert (second["kv_usage"], second["running"], second["waiting"]) == (0.25, 4, 3)
+
+
+def test_a_job_goes_on_though_nobody_watches_it(
+    session: Any, at_once: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for mode in ("json", "lines"):
+        for stderr in (open("/dev/full", "w"), None):  # noqa: SIM115
+            with monkeypatch.context() as patch:
+                patch.setattr(sys, "stderr", stderr)
+                with ProgressView(Console(), mode, session) as view:
+                    view.update(progress(4, 2.0, 150, 80))
+    assert capsys.readouterr().out == ""
 
 
 def test_lines_and_silence(session: Any, at_once: None, capsys: pytest.CaptureFixture[str]) -> None:

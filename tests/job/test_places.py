@@ -26,6 +26,21 @@ def test_places_where_no_file_can_be(tmp_path: Path) -> None:
         check_output(str(tmp_path), inputs=[])
 
 
+@pytest.mark.parametrize("name", ["out.jsonl.gz", "out.csv", "out.Parquet"])
+def test_a_name_that_says_another_format(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InputError, match=r"written as JSONL, which \.\w+ does not say"):
+        check_output(str(tmp_path / name), inputs=[])
+
+
+def test_an_output_that_the_next_run_would_read(tmp_path: Path) -> None:
+    output = str(tmp_path / "out.jsonl")
+    with pytest.raises(InputError, match=r"would be read as input by the next run: .*\*\.jsonl takes it in"):
+        check_output(output, inputs=[], patterns=[str(tmp_path / "*.jsonl")])
+    with pytest.raises(InputError, match="manifest that is written beside the output would be read"):
+        check_output(output, inputs=[], patterns=[str(tmp_path / "*.json")])
+    check_output(output, inputs=[], patterns=[str(tmp_path / "in*"), str(tmp_path / "*" / "*.jsonl")])
+
+
 def test_what_is_beside_is_never_an_input(tmp_path: Path) -> None:
     path = tmp_path / "out"
     recipe, manifest = files_beside(str(path))
@@ -39,13 +54,19 @@ def test_what_is_beside_is_never_an_input(tmp_path: Path) -> None:
 
 
 def test_old_files_are_moved_aside_one_after_the_other(tmp_path: Path) -> None:
-    path = tmp_path / "out"
-    assert move_aside(str(path)) is None
+    path, beside = tmp_path / "out", tmp_path / "out.manifest.json"
+    names = [str(path), str(beside)]
+    move_aside(names)
     for number, content in (("", "a"), ("2", "b"), ("3", "c")):
         path.write_text(content)
-        assert move_aside(str(path)) == f"{path}.old{number}"
+        if number != "2":
+            beside.write_text(content)
+        move_aside(names)
         assert Path(f"{path}.old{number}").read_text() == content
         assert not path.exists()
+    assert Path(f"{beside}.old").read_text() == "a"
+    assert Path(f"{beside}.old3").read_text() == "c"  # with the output that it belongs to
+    assert len(list(tmp_path.iterdir())) == 5
 
 
 def test_a_check_leaves_no_trace(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Going on: which rows are done, which settings may change, what is mended and what is refused; shards and merging."""
 
+import fcntl
 import json
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 
 from specgen.errors import EngineError, InputError
+from specgen.job.journal import replace_file
 from specgen.job.manifest import Manifest
 from specgen.job.merge import merge, parts_of, shard_path
 from specgen.job.writer import FileSink
@@ -126,13 +128,14 @@ def test_an_answer_that_is_there_twice_is_an_error(workplace: Any, fake_engine: 
     workplace.run(fake_engine())
     lines = workplace.output.read_bytes().splitlines(keepends=True)
     workplace.output.write_bytes(b"".join([*lines, lines[1]]))
-    with pytest.raises(InputError, match=r"out\.jsonl:4: line 4 answers the row that line 2 answers"):
+    with pytest.raises(InputError, match=r"out\.jsonl:4: the line answers the row that line 2 answers"):
         workplace.session(fresh=False)
 
 
 @pytest.mark.parametrize(
     ("change", "part"),
     [
+        ("model.kv_dtype=float8", 'model.kv_dtype was "auto" and is "float8"'),
         ("sampling.temperature=0.5", "sampling.temperature was 1.0 and is 0.5"),
         ("sampling.seed=8", "sampling.seed was 7 and is 8"),
         ("sampling.max_tokens=3", "sampling.max_tokens was null and is 3"),
@@ -169,6 +172,20 @@ def test_a_change_of_weights_or_precision_is_refused(workplace: Any, fake_engine
     assert len(workplace.records()) == 3
     workplace.run(fake_engine(), fresh=False)
     assert len(workplace.records()) == 4
+
+
+def test_a_key_that_an_older_version_did_not_have_is_no_change_while_it_is_the_default(
+    workplace: Any, fake_engine: Any
+) -> None:
+    workplace.write(rows_of(2))
+    workplace.run(fake_engine())
+    path = Path(f"{workplace.output}.manifest.json")
+    content = json.loads(path.read_text())
+    del content["recipe"]["sampling.top_k"]
+    path.write_text(json.dumps(content))
+    with pytest.raises(InputError, match=r"sampling\.top_k was null and is 5"):
+        workplace.session("sampling.top_k=5", fresh=False)
+    assert not workplace.session(fresh=False).has_work
 
 
 def test_a_change_of_speed_goes_on_and_is_told(workplace: Any, fake_engine: Any) -> None:
@@ -248,6 +265,61 @@ def test_two_runs_do_not_write_to_one_output(workplace: Any, fake_engine: Any) -
     workplace.run(fake_engine(), fresh=False)
 
 
+def test_of_two_runs_begun_together_the_later_one_adds_nothing(workplace: Any, fake_engine: Any) -> None:
+    workplace.write(rows_of(3))
+    one, other = workplace.session(fresh=False), workplace.session(fresh=False)  # neither finds an output
+    one.run(fake_engine())
+    whole = workplace.output.read_bytes()
+    with pytest.raises(InputError, match="another run has written this output meanwhile"):
+        other.run(fake_engine())
+    assert workplace.output.read_bytes() == whole
+    assert not list(workplace.folder.glob("*.old"))
+
+
+def test_a_file_that_was_replaced_is_not_written_to(workplace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = str(workplace.output)
+    lock = fcntl.flock
+
+    def sort_meanwhile(descriptor: int, operation: int) -> None:
+        replace_file(output, lambda stream: stream.write(b"sorted"))
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", sort_meanwhile)
+    with pytest.raises(InputError, match="another run is writing"):
+        FileSink(output)
+
+
+def test_a_replaced_file_keeps_its_link_and_mode_and_its_neighbours(tmp_path: Path) -> None:
+    link, file, neighbour = tmp_path / "out.jsonl", tmp_path / "far.jsonl", tmp_path / "out.jsonl.new"
+    file.write_text("old")
+    file.chmod(0o640)
+    link.symlink_to(file)
+    neighbour.write_text("precious")
+    replace_file(str(link), lambda stream: stream.write(b"new"))
+    assert link.is_symlink()
+    assert file.read_text() == "new"
+    assert file.stat().st_mode & 0o777 == 0o640
+    assert neighbour.read_text() == "precious"
+    assert len(list(tmp_path.iterdir())) == 3
+    with pytest.raises(ZeroDivisionError):
+        replace_file(str(link), lambda stream: stream.write(b"half") / 0)
+    assert file.read_text() == "new"
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_rows_dropped_by_an_error_are_no_complete_output(workplace: Any, fake_engine: Any) -> None:
+    def script(request: Any) -> tuple[list[int], str]:
+        return [5] * (1 if request.request_id == 2 else 50), "error" if request.request_id == 2 else "length"
+
+    workplace.write(rows_of(5))  # all of them are read, and in the engine, when the third one fails
+    stats = workplace.run(fake_engine(script), "output.on_error=stop")
+    assert stats.rows < 5
+    assert Manifest.read(str(workplace.output)).content["complete"] is False  # type: ignore[union-attr]
+    workplace.run(fake_engine(), fresh=False)
+    assert len(workplace.records()) == 5
+    assert Manifest.read(str(workplace.output)).content["complete"] is True  # type: ignore[union-attr]
+
+
 # shards
 
 
@@ -324,6 +396,9 @@ def test_a_shard_may_have_no_rows(workplace: Any, fake_engine: Any) -> None:
             session.run(fake_engine())
         else:
             session.finish()
+            again = workplace.session(f"output.path={part}", fresh=False, shard=(i, 5))
+            again.finish()
+            assert len(list(workplace.folder.glob(f"{Path(part).name}*"))) == 2  # nothing is moved aside
             empty += 1
     assert empty >= 3
     output = str(workplace.folder / "merged.jsonl")

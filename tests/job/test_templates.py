@@ -169,7 +169,7 @@ def test_a_template_owns_its_special_tokens_and_raw_text_gets_bos_once(
 def test_a_template_over_columns(tokenizer: Tokenizer) -> None:
     column = ColumnTemplate("Q: {{ question }}{% if hint %} ({{ hint | upper }}){% endif %}\nA:")
     assert column.render({"question": "why?", "hint": "ja"}) == "Q: why? (JA)\nA:"
-    with pytest.raises(RowError, match="'question' is undefined"):
+    with pytest.raises(RowError, match=r"'question' is undefined \(columns: hint\)"):
         column.render({"hint": 1})
     with pytest.raises(RowError, match="empty text"):
         ColumnTemplate("{{ a }}").render({"a": ""})

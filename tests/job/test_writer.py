@@ -89,6 +89,18 @@ def test_a_file_is_appended_to_and_synced_by_count(tmp_path: Path, monkeypatch: 
         FileSink(str(tmp_path / "missing" / "out"))
 
 
+def test_lines_are_synced_when_it_is_time_though_no_more_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, synced = 0.0, []
+    monkeypatch.setattr(writer_module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(now))
+    with LineWriter(FileSink(str(tmp_path / "out"), fsync_seconds=10), ordered=False) as writer:
+        writer.put(0, b"a\n")
+        for _ in range(30):
+            writer.flush()
+            now += 1
+    assert synced == [10.0]
+
+
 def test_a_write_that_fails_half_way_leaves_the_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "out"
     sink = FileSink(str(path))

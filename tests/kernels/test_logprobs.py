@@ -50,11 +50,12 @@ def test_log_softmax_and_order(kernel_device: str, num_rows: int, vocab: int) ->
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_row_that_is_not_numbers_says_so(value: float) -> None:
+def test_a_row_that_is_not_numbers_says_so(kernel_device: str, value: float) -> None:
     logits = torch.zeros(2, 5)
     logits[1, 2] = value
-    for op in (gather_logprobs_torch, gather_logprobs_triton):
-        got = run(op, (logits, torch.tensor([0, 0]).int(), torch.tensor([1, 1]), torch.tensor([2]).int()))
+    args = (logits, torch.tensor([0, 0]).int(), torch.tensor([1, 1]), torch.tensor([2]).int())
+    for op, device in ((gather_logprobs_torch, "cpu"), (gather_logprobs_triton, kernel_device)):
+        got = run(op, args, device)
         assert bool(got.token[0].isfinite())
         assert bool(got.token[1].isnan()) and bool(got.top[1, :2].isnan().all())
         assert got.top_ids[1, :2].tolist() == [-1, -1]

@@ -88,14 +88,14 @@ def test_a_row_does_not_depend_on_its_company() -> None:
         assert torch.equal(ratio_sample_torch(*alone)[:4], whole[part][:4])
 
 
-def test_nothing_left_of_p_keeps_the_targets_token() -> None:
+def test_nothing_left_of_p_keeps_the_targets_token(kernel_device: str) -> None:
     args = make_inputs(1, 4)
     logits = torch.full((2, 4), -torch.inf)
     args[0], args[1], args[2] = logits, torch.tensor([0, 0]), torch.tensor([1, 2])
     args[3], args[4], args[5] = torch.zeros(1, K, 4), torch.zeros(2, dtype=torch.int32), torch.tensor([0, 1]).int()
     args[6], args[8] = torch.tensor([3, 4]), torch.ones(1)
-    for op in (ratio_sample_torch, ratio_sample_triton):
-        assert op(*args).tolist() == [0, 0]
+    for op, device in ((ratio_sample_torch, "cpu"), (ratio_sample_triton, kernel_device)):
+        assert op(*(a.to(device) if isinstance(a, torch.Tensor) else a for a in args)).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("kind", ["good", "bad", "disjoint"])

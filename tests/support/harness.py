@@ -101,6 +101,7 @@ class Harness:
         draft_folder: Path | None = None,
         keeps_float8: bool = False,
         cheap_drafts: CheapDrafts = AS_LOADED,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         model = read_config(folder)
         self.config = WorkerConfig(
@@ -120,6 +121,7 @@ class Harness:
             draft_folder=draft_folder,
             keeps_float8=keeps_float8,
             cheap_drafts=cheap_drafts,
+            kv_dtype=kv_dtype,
         )
         self.worker = Worker(self.config, drafter)
         scheduler_config = SchedulerConfig(

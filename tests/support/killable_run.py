@@ -6,6 +6,7 @@ stdout leaves; they are in read.bin); a line out is the child's exit status,
 negative for a signal. Nothing of torch is imported, so that a child costs some milliseconds.
 """
 
+import fcntl
 import json
 import os
 import resource
@@ -56,6 +57,7 @@ def _die_at(offset: int) -> None:
 def _read_and_leave(num_bytes: int) -> None:
     """Put a process behind stdout that reads so many bytes and ends."""
     read_end, write_end = os.pipe()
+    fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, 4096)  # or the whole output may fit into the pipe before it breaks
     if os.fork() == 0:
         os.close(write_end)
         data = b""

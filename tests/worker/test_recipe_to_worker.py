@@ -14,7 +14,7 @@ from specgen.errors import RecipeError
 from specgen.model_path import resolve_model
 from specgen.models.cheap_drafts import CutHead, Float8Linear
 from specgen.recipe import recipe_from_settings
-from specgen.worker.worker import check_float8, is_exact
+from specgen.worker.worker import check_float8, is_exact, resolve_kv_dtype
 
 SIZES = ("engine.max_num_seqs=2", "engine.max_num_batched_tokens=64", "engine.max_model_len=64", "model.device=cpu")
 
@@ -35,13 +35,16 @@ def test_fast_on_a_cpu_is_refused_before_anything_is_loaded() -> None:
 
 
 def test_float8_needs_a_device_that_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_float8(torch.device("cpu"))
+    check_float8(torch.device("cpu"), "speculation.dtype")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an old one")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(RecipeError, match=r"speculation\.dtype is float8, and an old one does not know FP8"):
-        check_float8(torch.device("cuda"))
+        check_float8(torch.device("cuda"), "speculation.dtype")
+    with pytest.raises(RecipeError, match=r"model\.kv_dtype is float8, and an old one does not know FP8"):
+        resolve_kv_dtype("float8", torch.bfloat16, torch.device("cuda"))
+    assert resolve_kv_dtype("auto", torch.bfloat16, torch.device("cuda")) == torch.bfloat16
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    check_float8(torch.device("cuda"))
+    assert resolve_kv_dtype("float8", torch.bfloat16, torch.device("cuda")) == torch.float8_e4m3fn
 
 
 def test_a_cut_vocabulary_keeps_the_ends_and_the_tokenizers_added_tokens(tmp_path: Path) -> None:
