@@ -191,7 +191,24 @@ def _gumbel(hashed: torch.Tensor) -> torch.Tensor:
 
 # --- kernel -----------------------------------------------------------------------------------------------------------
 
-_BLOCK = 4096
+# A block of logits, as places [_BLOCK / 4 / _LANES, _LANES, 4]: the first and the last index are one thread's own 32.
+_BLOCK = 8192
+_LANES = 256
+# Without fused multiply-adds but those written: a row's bits don't depend on what else was compiled into a kernel.
+DRAW_OPTIONS = {"num_warps": _LANES // 32, "enable_fp_fusion": False}
+_FULL_GPU = 2048  # programs that fill a GPU several times over
+
+
+def draw_grid(num_rows: int, vocab: int) -> tuple[int, int]:
+    """Return how many programs share a row, and how many tokens each goes through, so that small calls spread out too.
+
+    A row's result does not depend on it.
+    """
+    num_blocks = triton.cdiv(vocab, _BLOCK)
+    blocks = 1
+    while blocks < min(num_blocks, 4) and num_rows * triton.cdiv(num_blocks, 2 * blocks) >= _FULL_GPU:
+        blocks *= 2
+    return triton.cdiv(num_blocks, blocks), blocks * _BLOCK
 
 
 @triton.jit
@@ -208,7 +225,7 @@ def _mix_word(state, word):
 @triton.jit
 def _hash_of(seed, position, token):
     """The hash of (seed, position, token) for int64 scalars and a block of ids."""
-    state = _mix_word((token * 0).to(tl.uint32), (seed & 0xFFFFFFFF).to(tl.uint32))
+    state = _mix_word((seed * 0).to(tl.uint32), (seed & 0xFFFFFFFF).to(tl.uint32))
     state = _mix_word(state, ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32))
     state = _mix_word(state, (position & 0xFFFFFFFF).to(tl.uint32))
     state = _mix_word(state, token.to(tl.uint32)) ^ 16
@@ -240,36 +257,100 @@ def _gumbel_of(seed, position, token):
 
 
 @triton.jit
-def _draw(logits, start, seed, position, is_random, sharpness, BLOCK: tl.constexpr):
-    """The best score of a block of logits, the ids of which begin at `start`, and its lowest place in the block.
-
-    g <= -log(u) is at most a straight line in the exponent and mantissa bits of u, read as one integer (see
-    `_could_win`). Only tokens whose score under that ceiling reaches the best exact one get their two logarithms.
-    """
-    at = tl.arange(0, BLOCK)
-    logits = tl.where(logits != logits, float("-inf"), logits)
-    best, place = tl.max(logits, axis=0, return_indices=True)
-    if is_random & (best > float("-inf")):
-        logits = logits * sharpness
-        half = (_hash_of(seed, position, start + at) >> 1).to(tl.int32).to(tl.float32)
-        bits = half.to(tl.int32, bitcast=True).to(tl.float32)
-        # -log(u) <= 158 ln 2 - bits ln 2 / 2^23
-        ceiling = (logits - bits * 8.262958288192749e-08) + 109.51725387573242
-        best = tl.full([], float("-inf"), tl.float32)
-        highest, candidate = tl.max(ceiling, axis=0, return_indices=True)
-        while highest + (1e-3 + 1e-6 * tl.minimum(tl.abs(best), 1e30)) >= best:
-            score = tl.max(tl.where(at == candidate, logits, float("-inf")), axis=0)
-            score = score + _gumbel_of(seed, position, start + candidate)
-            better = (score > best) | ((score == best) & (candidate < place))
-            place = tl.where(better, candidate, place)
-            best = tl.maximum(score, best)
-            ceiling = tl.where(at == candidate, float("-inf"), ceiling)
-            highest, candidate = tl.max(ceiling, axis=0, return_indices=True)
-    return best, place
+def _places(LANES: tl.constexpr, BLOCK: tl.constexpr):
+    """The places of a block, and the numbers 0 to 31 of a thread's own; the latter are constants of the program."""
+    turn = tl.arange(0, BLOCK // 4 // LANES)[:, None, None]
+    lane = tl.arange(0, LANES)[None, :, None]
+    of_four = tl.arange(0, 4)[None, None, :]
+    return (turn * LANES + lane) * 4 + of_four, turn * 4 + of_four
 
 
 @triton.jit
-def _block_best_kernel(
+def _marks(chosen, own):
+    """A word a lane, with bit i set where the lane's own number i is chosen."""
+    return tl.sum(tl.sum(tl.where(chosen, 1 << own, 0), axis=2), axis=0)
+
+
+@triton.jit
+def _lowest_mark(marks, LANES: tl.constexpr):
+    """The place in the block of each lane's lowest mark (there must be one)."""
+    power = (marks & -marks).to(tl.uint32, bitcast=True).to(tl.float32)  # exact: its exponent is the bit's number
+    own = (power.to(tl.int32, bitcast=True) >> 23) - 127
+    return ((own // 4) * LANES + tl.arange(0, LANES)) * 4 + own % 4
+
+
+@triton.jit
+def _any(marks):
+    return tl.max((marks != 0).to(tl.int32), axis=0) > 0
+
+
+@triton.jit
+def _draw(
+    best,
+    best_id,
+    logits,
+    scale,
+    start,
+    seed,
+    position,
+    sharpness,
+    LOGITS: tl.constexpr,
+    args,
+    LANES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The best score, and its lowest id, of what gave `best` and of a block whose ids begin at `start`.
+
+    `LOGITS(token, mask, args)` gives processed logits of single tokens; their scores are exact. `logits * scale` are
+    the block's times the sharpness, roughly. g <= -log(u) is at most a straight line in the exponent and mantissa bits
+    of u, read as one integer (see `_could_win`): a token whose score under that ceiling stays below the best has lost.
+    The few others are scored, one of each thread at a time. With no best yet, one in 32 is scored first.
+    """
+    place, own = _places(LANES, BLOCK)
+    marks = tl.full([LANES], 1, tl.int32) * (best == float("-inf")).to(tl.int32)
+    some = best == float("-inf")
+    looked = some != some
+    while some | (looked == 0):
+        if some:
+            has = marks != 0
+            token = start + _lowest_mark(marks, LANES)
+            score = LOGITS(token, has, args) * sharpness + _gumbel_of(seed, position, token)
+            score = tl.where(has & (score == score), score, float("-inf"))
+            highest = tl.max(score, axis=0)
+            winner = tl.min(tl.where(has & (score == highest), token, 0x7FFFFFFF), axis=0)
+            best_id = tl.where((highest > best) | ((highest == best) & (winner < best_id)), winner, best_id)
+            best = tl.maximum(highest, best)
+            marks = marks & (marks - 1)
+        else:
+            bits = _hash_of(seed, position, start + place).to(tl.float32).to(tl.int32, bitcast=True).to(tl.float32)
+            # -log(u) <= 159 ln 2 - bits ln 2 / 2^23; the slack covers every rounding
+            least = best - (1e-3 + 1e-6 * tl.minimum(tl.abs(best), 1e30)) - 110.21040
+            marks = _marks(tl.fma(logits, scale, -least) >= bits * 8.262958288192749e-08, own)
+            looked = some == some
+        some = _any(marks)
+    return best, best_id
+
+
+@triton.jit
+def _likeliest(best, best_id, logits, start, LANES: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest logit, and its lowest id, of what gave `best` and of a block whose ids begin at `start`."""
+    highest = tl.max(tl.max(tl.max(logits, axis=2), axis=0), axis=0)  # NaN loses
+    if highest > best:
+        place, own = _places(LANES, BLOCK)
+        found = tl.where(logits == highest, start + place, 0x7FFFFFFF)
+        best_id = tl.min(tl.min(tl.min(found, axis=2), axis=0), axis=0)
+        best = highest
+    return best, best_id
+
+
+@triton.jit
+def _stored_logits(token, mask, args):
+    row_ptr, vocab_size = args
+    return tl.load(row_ptr + token, mask=mask & (token < vocab_size), other=float("-inf"))
+
+
+@triton.jit
+def _part_best_kernel(
     best_ptr,
     best_id_ptr,
     logits_ptr,
@@ -280,35 +361,62 @@ def _block_best_kernel(
     temperature_ptr,
     sharpness,
     vocab_size,
+    span,
+    LANES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
+    part = tl.program_id(1)
     slot = tl.load(row_slots_ptr + row).to(tl.int64)
     if slot < 0:
         return
-    token = block * BLOCK + tl.arange(0, BLOCK)
-    logits = tl.load(logits_ptr + row * logits_stride + token, mask=token < vocab_size, other=float("-inf"))
+    seed = tl.load(seeds_ptr + slot)
+    position = tl.load(positions_ptr + row)
     is_random = tl.load(temperature_ptr + slot) > 0.0
-    best, at = _draw(
-        logits, block * BLOCK, tl.load(seeds_ptr + slot), tl.load(positions_ptr + row), is_random, sharpness, BLOCK
-    )
-    out = row * tl.num_programs(1) + block
+    row_ptr = logits_ptr + row * logits_stride
+    place, _own = _places(LANES, BLOCK)
+    best = tl.full([], float("-inf"), tl.float32)
+    best_id = tl.full([], 0x7FFFFFFF, tl.int32)
+    for start in range(part * span, tl.minimum((part + 1) * span, vocab_size), BLOCK):
+        logits = tl.load(row_ptr + start + place, mask=place < vocab_size - start, other=float("-inf"))
+        if is_random:
+            best, best_id = _draw(
+                best,
+                best_id,
+                logits,
+                sharpness,
+                start,
+                seed,
+                position,
+                sharpness,
+                _stored_logits,
+                (row_ptr, vocab_size),
+                LANES,
+                BLOCK,
+            )
+        else:
+            best, best_id = _likeliest(best, best_id, logits, start, LANES, BLOCK)
+    out = row * tl.num_programs(1) + part
     tl.store(best_ptr + out, best)
-    tl.store(best_id_ptr + out, block * BLOCK + at)
+    tl.store(best_id_ptr + out, best_id)
 
 
 @triton.jit
-def _row_best_kernel(out_ptr, best_ptr, best_id_ptr, row_slots_ptr, num_blocks, BLOCKS: tl.constexpr):
+def _row_best(best_ptr, best_id_ptr, row, num_parts, PARTS: tl.constexpr):
+    """The id of the best score of a row's parts, 0 if there is none. Parts are in order of ids."""
+    part = tl.arange(0, PARTS)
+    best = tl.load(best_ptr + row * num_parts + part, mask=part < num_parts, other=float("-inf"))
+    token = tl.load(best_id_ptr + row * num_parts + tl.argmax(best, axis=0))
+    return tl.where(tl.max(best, axis=0) == float("-inf"), 0, token).to(tl.int64)
+
+
+@triton.jit
+def _row_best_kernel(out_ptr, best_ptr, best_id_ptr, row_slots_ptr, num_parts, PARTS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     if tl.load(row_slots_ptr + row) < 0:
         tl.store(out_ptr + row, 0)
         return
-    block = tl.arange(0, BLOCKS)
-    best = tl.load(best_ptr + row * num_blocks + block, mask=block < num_blocks, other=float("-inf"))
-    winner = tl.argmax(best, axis=0)  # blocks are in order of ids: the first of equal blocks has the lowest id
-    token = tl.load(best_id_ptr + row * num_blocks + winner)
-    tl.store(out_ptr + row, token.to(tl.int64))
+    tl.store(out_ptr + row, _row_best(best_ptr, best_id_ptr, row, num_parts, PARTS))
 
 
 def gumbel_sample_triton(
@@ -319,15 +427,15 @@ def gumbel_sample_triton(
     temperature: torch.Tensor,
     sharpness: float = 1.0,
 ) -> torch.Tensor:
-    """Return what `gumbel_sample` returns, by a (rows x vocabulary blocks) grid and a second reduction over blocks."""
+    """Return what `gumbel_sample` returns, by a (rows x parts of the vocabulary) grid and a second reduction over parts."""
     num_rows, vocab = logits.shape
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:
         return out
-    num_blocks = triton.cdiv(vocab, _BLOCK)
-    best = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=logits.device)
-    best_id = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=logits.device)
-    _block_best_kernel[(num_rows, num_blocks)](
+    num_parts, span = draw_grid(num_rows, vocab)
+    best = torch.empty((num_rows, num_parts), dtype=torch.float32, device=logits.device)
+    best_id = torch.empty((num_rows, num_parts), dtype=torch.int32, device=logits.device)
+    _part_best_kernel[(num_rows, num_parts)](
         best,
         best_id,
         logits,
@@ -338,10 +446,11 @@ def gumbel_sample_triton(
         temperature,
         sharpness,
         vocab,
+        span,
+        LANES=_LANES,
         BLOCK=_BLOCK,
-        num_warps=8,
-        enable_fp_fusion=False,  # as in `sample_tokens.py`: the same bits, whichever kernel draws
+        **DRAW_OPTIONS,
     )
-    blocks = triton.next_power_of_2(num_blocks)
-    _row_best_kernel[(num_rows,)](out, best, best_id, row_slots, num_blocks, BLOCKS=blocks, num_warps=1)
+    parts = triton.next_power_of_2(num_parts)
+    _row_best_kernel[(num_rows,)](out, best, best_id, row_slots, num_parts, PARTS=parts, num_warps=1)
     return out
