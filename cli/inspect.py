@@ -17,7 +17,9 @@ _GIB = 2**30
 
 
 def inspect_folder(section: ModelSection, head: str | None, *, self_test: bool, strict: bool, as_json: bool) -> int:
-    """Print what is in the folder of `section.path`, counted as it says, and return the exit code: 2 if a run would stop there, or `strict` and a bad head.
+    """Print what is in the folder of `section.path`, counted in its dtypes, and return the exit code.
+
+    2 if a run would stop there, or `strict` and a bad head.
 
     Raises: SpecgenError if it is no model's folder.
     """
@@ -51,10 +53,7 @@ def _table(found: "Inspection", head_folder: Path | None) -> str:
         ("parameters", _parameters(found)),
         ("stored", ", ".join(f"{name} {_size(size)}" for name, size in found.stored.items()) or "nothing"),
         ("weights here", f"{_size(found.weight_bytes)} in {found.dtype}, draft layers included"),
-        (
-            "KV",
-            f"{found.kv_bytes_per_token:,} bytes a token in {found.kv_dtype}, at most {found.max_tokens:,} tokens a row",
-        ),
+        ("KV", f"{found.kv_bytes_per_token:,} bytes a token in {found.kv_dtype}; at most {found.max_tokens:,} a row"),
     ]
     rows += [("device", f"{d.name}, {_size(d.total)}, {_size(d.free)} free") for d in found.devices]
     rows += [

@@ -191,24 +191,19 @@ def _gumbel(hashed: torch.Tensor) -> torch.Tensor:
 
 # --- kernel -----------------------------------------------------------------------------------------------------------
 
-# A block of logits, as places [_BLOCK / 4 / _LANES, _LANES, 4]: the first and the last index are one thread's own 32.
-_BLOCK = 8192
-_LANES = 256
-# Without fused multiply-adds but those written: a row's bits don't depend on what else was compiled into a kernel.
-DRAW_OPTIONS = {"num_warps": _LANES // 32, "enable_fp_fusion": False}
-_FULL_GPU = 2048  # programs that fill a GPU several times over
+# A program is one warp, so that nothing waits for anything else, and goes through blocks of 32 logits a lane. Without
+# fused multiply-adds but those written: a row's bits do not depend on what else was compiled into a kernel.
+LANES, BLOCK = 32, 1024
+DRAW_OPTIONS = {"num_warps": LANES // 32, "enable_fp_fusion": False}
+_PROGRAMS = 16384  # keep a GPU busy for some rounds
+_MAX_BLOCKS = 8  # of a program: what it has seen before spares it most of the exact scores
 
 
 def draw_grid(num_rows: int, vocab: int) -> tuple[int, int]:
-    """Return how many programs share a row, and how many tokens each goes through, so that small calls spread out too.
-
-    A row's result does not depend on it.
-    """
-    num_blocks = triton.cdiv(vocab, _BLOCK)
-    blocks = 1
-    while blocks < min(num_blocks, 4) and num_rows * triton.cdiv(num_blocks, 2 * blocks) >= _FULL_GPU:
-        blocks *= 2
-    return triton.cdiv(num_blocks, blocks), blocks * _BLOCK
+    """Return how many programs share a row, and how many tokens each goes through; no row's result depends on it."""
+    num_blocks = triton.cdiv(vocab, BLOCK)
+    blocks = min(max(num_rows * num_blocks // _PROGRAMS, 1), _MAX_BLOCKS)
+    return triton.cdiv(num_blocks, blocks), blocks * BLOCK
 
 
 @triton.jit
@@ -257,12 +252,25 @@ def _gumbel_of(seed, position, token):
 
 
 @triton.jit
-def _places(LANES: tl.constexpr, BLOCK: tl.constexpr):
-    """The places of a block, and the numbers 0 to 31 of a thread's own; the latter are constants of the program."""
+def _places(start, LANES: tl.constexpr, BLOCK: tl.constexpr):
+    """The ids of a block that begins at `start`, and the number of each among its lane's own, 0 to 31.
+
+    The latter is a constant of the program wherever it is used.
+    """
     turn = tl.arange(0, BLOCK // 4 // LANES)[:, None, None]
-    lane = tl.arange(0, LANES)[None, :, None]
     of_four = tl.arange(0, 4)[None, None, :]
-    return (turn * LANES + lane) * 4 + of_four, turn * 4 + of_four
+    first = start + tl.arange(0, LANES) * 4
+    return first[None, :, None] + (turn * (4 * LANES) + of_four), turn * 4 + of_four
+
+
+@triton.jit
+def _load_block(row_ptr, start, vocab_size, LANES: tl.constexpr, BLOCK: tl.constexpr):
+    token, _own = _places(start, LANES, BLOCK)
+    if start + BLOCK <= vocab_size:
+        logits = tl.load(row_ptr + token)
+    else:
+        logits = tl.load(row_ptr + token, mask=token < vocab_size, other=float("-inf"))
+    return logits
 
 
 @triton.jit
@@ -285,6 +293,23 @@ def _any(marks):
 
 
 @triton.jit
+def _score_marked(
+    best, best_id, marks, start, seed, position, sharpness, LOGITS: tl.constexpr, args, LANES: tl.constexpr
+):
+    """The best score, and its lowest id, of what gave `best` and of each lane's lowest mark."""
+    has = marks != 0
+    token = start + _lowest_mark(marks, LANES)
+    score = LOGITS(token, has, args) * sharpness + _gumbel_of(seed, position, token)
+    score = tl.where(has & (score == score), score, float("-inf"))
+    highest = tl.max(score, axis=0)
+    if highest >= best:
+        winner = tl.min(tl.where(has & (score == highest), token, 0x7FFFFFFF), axis=0)
+        best_id = tl.where((highest > best) | (winner < best_id), winner, best_id)
+        best = highest
+    return best, best_id
+
+
+@triton.jit
 def _draw(
     best,
     best_id,
@@ -304,30 +329,22 @@ def _draw(
     `LOGITS(token, mask, args)` gives processed logits of single tokens; their scores are exact. `logits * scale` are
     the block's times the sharpness, roughly. g <= -log(u) is at most a straight line in the exponent and mantissa bits
     of u, read as one integer (see `_could_win`): a token whose score under that ceiling stays below the best has lost.
-    The few others are scored, one of each thread at a time. With no best yet, one in 32 is scored first.
+    The few others are scored, one of each lane at a time; with no best yet, first that with each lane's highest
+    ceiling.
     """
-    place, own = _places(LANES, BLOCK)
-    marks = tl.full([LANES], 1, tl.int32) * (best == float("-inf")).to(tl.int32)
-    some = best == float("-inf")
-    looked = some != some
-    while some | (looked == 0):
-        if some:
-            has = marks != 0
-            token = start + _lowest_mark(marks, LANES)
-            score = LOGITS(token, has, args) * sharpness + _gumbel_of(seed, position, token)
-            score = tl.where(has & (score == score), score, float("-inf"))
-            highest = tl.max(score, axis=0)
-            winner = tl.min(tl.where(has & (score == highest), token, 0x7FFFFFFF), axis=0)
-            best_id = tl.where((highest > best) | ((highest == best) & (winner < best_id)), winner, best_id)
-            best = tl.maximum(highest, best)
-            marks = marks & (marks - 1)
-        else:
-            bits = _hash_of(seed, position, start + place).to(tl.float32).to(tl.int32, bitcast=True).to(tl.float32)
-            # -log(u) <= 159 ln 2 - bits ln 2 / 2^23; the slack covers every rounding
-            least = best - (1e-3 + 1e-6 * tl.minimum(tl.abs(best), 1e30)) - 110.21040
-            marks = _marks(tl.fma(logits, scale, -least) >= bits * 8.262958288192749e-08, own)
-            looked = some == some
-        some = _any(marks)
+    token, own = _places(start, LANES, BLOCK)
+    bits = _hash_of(seed, position, token).to(tl.float32).to(tl.int32, bitcast=True).to(tl.float32)
+    # -log(u) <= 159 ln 2 - bits ln 2 / 2^23
+    ceiling = tl.fma(bits, -8.262958288192749e-08, logits * scale)
+    if best == float("-inf"):
+        highest = tl.max(tl.max(ceiling, axis=2), axis=0)
+        marks = _marks(ceiling == highest[None, :, None], own)
+        best, best_id = _score_marked(best, best_id, marks, start, seed, position, sharpness, LOGITS, args, LANES)
+    # the slack covers every rounding
+    marks = _marks(ceiling > best - (1e-3 + 1e-6 * tl.minimum(tl.abs(best), 1e30)) - 110.21040, own)
+    while _any(marks):
+        best, best_id = _score_marked(best, best_id, marks, start, seed, position, sharpness, LOGITS, args, LANES)
+        marks = marks & (marks - 1)
     return best, best_id
 
 
@@ -336,8 +353,8 @@ def _likeliest(best, best_id, logits, start, LANES: tl.constexpr, BLOCK: tl.cons
     """The largest logit, and its lowest id, of what gave `best` and of a block whose ids begin at `start`."""
     highest = tl.max(tl.max(tl.max(logits, axis=2), axis=0), axis=0)  # NaN loses
     if highest > best:
-        place, own = _places(LANES, BLOCK)
-        found = tl.where(logits == highest, start + place, 0x7FFFFFFF)
+        token, _own = _places(start, LANES, BLOCK)
+        found = tl.where(logits == highest, token, 0x7FFFFFFF)
         best_id = tl.min(tl.min(tl.min(found, axis=2), axis=0), axis=0)
         best = highest
     return best, best_id
@@ -374,11 +391,10 @@ def _part_best_kernel(
     position = tl.load(positions_ptr + row)
     is_random = tl.load(temperature_ptr + slot) > 0.0
     row_ptr = logits_ptr + row * logits_stride
-    place, _own = _places(LANES, BLOCK)
     best = tl.full([], float("-inf"), tl.float32)
     best_id = tl.full([], 0x7FFFFFFF, tl.int32)
     for start in range(part * span, tl.minimum((part + 1) * span, vocab_size), BLOCK):
-        logits = tl.load(row_ptr + start + place, mask=place < vocab_size - start, other=float("-inf"))
+        logits = _load_block(row_ptr, start, vocab_size, LANES, BLOCK)
         if is_random:
             best, best_id = _draw(
                 best,
@@ -447,8 +463,8 @@ def gumbel_sample_triton(
         sharpness,
         vocab,
         span,
-        LANES=_LANES,
-        BLOCK=_BLOCK,
+        LANES=LANES,
+        BLOCK=BLOCK,
         **DRAW_OPTIONS,
     )
     parts = triton.next_power_of_2(num_parts)

@@ -110,6 +110,16 @@ def test_cheap_drafts(
     assert_same(run_rows(folder, rows, k=3, max_num_seqs=64, cheap_drafts=options, **OPTIONS), ref)
 
 
+@pytest.mark.parametrize(("k", "num_blocks"), [(1, 512), (3, 512), (3, 60)])
+def test_float8_cache(folder: Path, rows: list[Row], ref: list[Result], k: int, num_blocks: int) -> None:
+    options = OPTIONS | {"kv_dtype": torch.float8_e4m3fn}
+    some = rows[:100]
+    harness = Harness(folder, k=0, max_num_seqs=1, prefix_caching=False, **options)
+    want = [harness.run([row])[0] for row in some]
+    assert [r.token_ids for r in want] != [r.token_ids for r in ref[:100]]
+    assert_same(run_rows(folder, some, k=k, max_num_seqs=48, num_blocks=num_blocks, **options), want)
+
+
 def test_nothing_waits_for_the_device_inside_a_step(folder: Path, rows: list[Row]) -> None:
     """A step's launches never synchronise: only reading its result does."""
     harness = Harness(folder, k=3, **OPTIONS)

@@ -16,6 +16,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: the CPU has test_families.py"),
 ]
+FLOAT8 = torch.float8_e4m3fn
 OPTIONS: dict[str, Any] = {"device": "cuda:0", "dtype": torch.bfloat16, "block_size": 16, "max_model_len": 640}
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 1000, "max_position_embeddings": 640}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -27,8 +28,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_speculative_equals_plain(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "kv_dtype"), [*((name, None) for name in FAMILIES), ("llama", FLOAT8), ("glm4_moe", FLOAT8)]
+)
+def test_speculative_equals_plain(tmp_path: Path, family: str, kv_dtype: torch.dtype | None) -> None:
     config = config_of(family, **(SIZES | FAMILIES[family]))
     folder, head = write_folder(tmp_path / "model", config), None
     if not config.get("num_nextn_predict_layers"):
@@ -45,10 +48,11 @@ def test_speculative_equals_plain(tmp_path: Path, family: str) -> None:
         for n in (1, 5, 37, 120, 300, 511)
         for t in (0.0, 0.8)
     ]
-    alone = Harness(folder, k=0, max_num_seqs=1, prefix_caching=False, **OPTIONS)
+    options = OPTIONS | {"kv_dtype": kv_dtype}
+    alone = Harness(folder, k=0, max_num_seqs=1, prefix_caching=False, **options)
     want = [alone.run([row])[0].token_ids for row in rows]
     for k, budget, seqs, blocks in [(0, 4096, 12, 512), (1, 64, 7, 512), (3, 512, 12, 512), (3, 4096, 12, 90)]:
         got = run_rows(
-            folder, rows, k=k, budget=budget, max_num_seqs=seqs, num_blocks=blocks, draft_folder=head, **OPTIONS
+            folder, rows, k=k, budget=budget, max_num_seqs=seqs, num_blocks=blocks, draft_folder=head, **options
         )
         assert [r.token_ids for r in got] == want, (k, budget, seqs, blocks)

@@ -383,7 +383,10 @@ def test_real_differences_from_transformers_in_bfloat16_come_with_a_hint(
         (["job.yaml", "--set", "input.path=null"], "verify needs model.path and input.path"),
         (["job.yaml", "--set", "input.path=none.jsonl"], "no such input file"),
         (["job.yaml", "--against", "transformers"], "row 'story-0' (line 1) has temperature 1.0"),
-        (["job.yaml", "--against", "transformers", "--set", "model.kv_dtype=float8"], "model.kv_dtype: float8 rounds it"),
+        (
+            ["job.yaml", "--against", "transformers", "--set", "model.kv_dtype=float8"],
+            "model.kv_dtype: float8 rounds it",
+        ),
         (["job.yaml", "--against", "nothing"], "Invalid value"),
         (["job.yaml", "--rows", "0"], "Invalid value"),
         (["job.yaml", "--json", "no/where.json"], "does not exist"),
