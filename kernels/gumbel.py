@@ -253,24 +253,33 @@ def _gumbel_of(seed, position, token):
 
 @triton.jit
 def _places(start, LANES: tl.constexpr, BLOCK: tl.constexpr):
-    """The ids of a block that begins at `start`, and the number of each among its lane's own, 0 to 31.
-
-    The latter is a constant of the program wherever it is used.
+    """The ids of a block that begins at `start`, in parts to add up: the first of each four, and which of the four;
+    and the number of each id among its lane's own, 0 to 31, a constant of the program wherever it is used.
     """
     turn = tl.arange(0, BLOCK // 4 // LANES)[:, None, None]
     of_four = tl.arange(0, 4)[None, None, :]
     first = start + tl.arange(0, LANES) * 4
-    return first[None, :, None] + (turn * (4 * LANES) + of_four), turn * 4 + of_four
+    return first[None, :, None] + turn * (4 * LANES), of_four, turn * 4 + of_four
 
 
 @triton.jit
-def _load_block(row_ptr, start, vocab_size, LANES: tl.constexpr, BLOCK: tl.constexpr):
-    token, _own = _places(start, LANES, BLOCK)
+def _load_block(row_ptr, start, vocab_size, other, LANES: tl.constexpr, BLOCK: tl.constexpr):
+    """A block of a row, shaped like its places: each lane has four neighbours at a time."""
+    turn = tl.arange(0, BLOCK // 4 // LANES)[:, None]
+    token = start + turn * (4 * LANES) + tl.arange(0, 4 * LANES)[None, :]
     if start + BLOCK <= vocab_size:
-        logits = tl.load(row_ptr + token)
+        values = tl.load(row_ptr + token)
     else:
-        logits = tl.load(row_ptr + token, mask=token < vocab_size, other=float("-inf"))
-    return logits
+        values = tl.load(row_ptr + token, mask=token < vocab_size, other=other)
+    return tl.reshape(values, [BLOCK // 4 // LANES, LANES, 4])
+
+
+@triton.jit
+def _store_block(row_ptr, values, start, vocab_size, LANES: tl.constexpr, BLOCK: tl.constexpr):
+    turn = tl.arange(0, BLOCK // 4 // LANES)[:, None]
+    token = start + turn * (4 * LANES) + tl.arange(0, 4 * LANES)[None, :]
+    values = tl.reshape(values, [BLOCK // 4 // LANES, 4 * LANES])
+    tl.store(row_ptr + token, values, mask=token < vocab_size)
 
 
 @triton.jit
@@ -294,12 +303,14 @@ def _any(marks):
 
 @triton.jit
 def _score_marked(
-    best, best_id, marks, start, seed, position, sharpness, LOGITS: tl.constexpr, args, LANES: tl.constexpr
+    best, best_id, marks, start, seed, position, is_random, sharpness, LOGITS: tl.constexpr, args, LANES: tl.constexpr
 ):
     """The best score, and its lowest id, of what gave `best` and of each lane's lowest mark."""
     has = marks != 0
     token = start + _lowest_mark(marks, LANES)
-    score = LOGITS(token, has, args) * sharpness + _gumbel_of(seed, position, token)
+    score = LOGITS(token, has, args)
+    if is_random:
+        score = score * sharpness + _gumbel_of(seed, position, token)
     score = tl.where(has & (score == score), score, float("-inf"))
     highest = tl.max(score, axis=0)
     if highest >= best:
@@ -318,6 +329,7 @@ def _draw(
     start,
     seed,
     position,
+    is_random,
     sharpness,
     LOGITS: tl.constexpr,
     args,
@@ -326,37 +338,32 @@ def _draw(
 ):
     """The best score, and its lowest id, of what gave `best` and of a block whose ids begin at `start`.
 
-    `LOGITS(token, mask, args)` gives processed logits of single tokens; their scores are exact. `logits * scale` are
-    the block's times the sharpness, roughly. g <= -log(u) is at most a straight line in the exponent and mantissa bits
-    of u, read as one integer (see `_could_win`): a token whose score under that ceiling stays below the best has lost.
-    The few others are scored, one of each lane at a time; with no best yet, first that with each lane's highest
-    ceiling.
+    `logits * scale` are the block's processed logits, roughly. `LOGITS(token, mask, args)` gives exact ones of single
+    tokens, and they are scored exactly: one of each lane at a time, and only those that could win. g <= -log(u) is at
+    most a straight line in the exponent and mantissa bits of u, read as one integer (see `_could_win`): a token whose
+    score under that ceiling stays below the best has lost. With no best yet, each lane's highest ceiling is scored.
     """
-    token, own = _places(start, LANES, BLOCK)
-    bits = _hash_of(seed, position, token).to(tl.float32).to(tl.int32, bitcast=True).to(tl.float32)
-    # -log(u) <= 159 ln 2 - bits ln 2 / 2^23
-    ceiling = tl.fma(bits, -8.262958288192749e-08, logits * scale)
+    quad, of_four, own = _places(start, LANES, BLOCK)
+    ceiling = logits * scale
+    above = 0.0
+    if is_random:
+        bits = _hash_of(seed, position, quad + of_four).to(tl.float32).to(tl.int32, bitcast=True).to(tl.float32)
+        # -log(u) <= 159 ln 2 - bits ln 2 / 2^23
+        ceiling = tl.fma(bits, -8.262958288192749e-08, logits * (scale * sharpness))
+        above = 110.21040
     if best == float("-inf"):
         highest = tl.max(tl.max(ceiling, axis=2), axis=0)
         marks = _marks(ceiling == highest[None, :, None], own)
-        best, best_id = _score_marked(best, best_id, marks, start, seed, position, sharpness, LOGITS, args, LANES)
+        best, best_id = _score_marked(
+            best, best_id, marks, start, seed, position, is_random, sharpness, LOGITS, args, LANES
+        )
     # the slack covers every rounding
-    marks = _marks(ceiling > best - (1e-3 + 1e-6 * tl.minimum(tl.abs(best), 1e30)) - 110.21040, own)
+    marks = _marks(ceiling > best - (1e-3 + 1e-6 * tl.minimum(tl.abs(best), 1e30)) - above, own)
     while _any(marks):
-        best, best_id = _score_marked(best, best_id, marks, start, seed, position, sharpness, LOGITS, args, LANES)
+        best, best_id = _score_marked(
+            best, best_id, marks, start, seed, position, is_random, sharpness, LOGITS, args, LANES
+        )
         marks = marks & (marks - 1)
-    return best, best_id
-
-
-@triton.jit
-def _likeliest(best, best_id, logits, start, LANES: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest logit, and its lowest id, of what gave `best` and of a block whose ids begin at `start`."""
-    highest = tl.max(tl.max(tl.max(logits, axis=2), axis=0), axis=0)  # NaN loses
-    if highest > best:
-        token, _own = _places(start, LANES, BLOCK)
-        found = tl.where(logits == highest, token, 0x7FFFFFFF)
-        best_id = tl.min(tl.min(tl.min(found, axis=2), axis=0), axis=0)
-        best = highest
     return best, best_id
 
 
@@ -394,24 +401,22 @@ def _part_best_kernel(
     best = tl.full([], float("-inf"), tl.float32)
     best_id = tl.full([], 0x7FFFFFFF, tl.int32)
     for start in range(part * span, tl.minimum((part + 1) * span, vocab_size), BLOCK):
-        logits = _load_block(row_ptr, start, vocab_size, LANES, BLOCK)
-        if is_random:
-            best, best_id = _draw(
-                best,
-                best_id,
-                logits,
-                sharpness,
-                start,
-                seed,
-                position,
-                sharpness,
-                _stored_logits,
-                (row_ptr, vocab_size),
-                LANES,
-                BLOCK,
-            )
-        else:
-            best, best_id = _likeliest(best, best_id, logits, start, LANES, BLOCK)
+        logits = _load_block(row_ptr, start, vocab_size, float("-inf"), LANES, BLOCK)
+        best, best_id = _draw(
+            best,
+            best_id,
+            logits,
+            1.0,
+            start,
+            seed,
+            position,
+            is_random,
+            sharpness,
+            _stored_logits,
+            (row_ptr, vocab_size),
+            LANES,
+            BLOCK,
+        )
     out = row * tl.num_programs(1) + part
     tl.store(best_ptr + out, best)
     tl.store(best_id_ptr + out, best_id)

@@ -3,8 +3,8 @@
 It knows which expert each token chose, not why. A row's bits don't depend on the tile it lands in: products keep row
 bits (`linear`). The Triton path sorts tokens by expert into tiles of a fixed number of rows without a look from the
 host: its grids come from bounds, and tiles past the real ones return at once. Experts that every token takes (shared
-ones) are the last: with few tokens an expert they get taller tiles of their own. With many tokens, when arithmetic counts and
-not the reading of weights, torch's grouped product is the faster one; its bits are the same.
+ones) are the last: with few tokens an expert they get taller tiles of their own. With many tokens, when arithmetic
+counts and not the reading of weights, torch's grouped product is the faster one; its bits are the same.
 
 Weights may be held in FP8 with a scale a row (`float8_linear`), as those of draft layers. They go through the tiles
 whatever the number of tokens: torch's grouped product would want a copy of all of them in bfloat16, twice their own
@@ -196,8 +196,8 @@ def _run_experts(
     tile_pairs = torch.empty(max_tiles * rows, dtype=torch.int32, device=x.device)
     experts = triton.next_power_of_2(w2.shape[0])
     _place_kernel[(last - first + 1,)](
-        ids, tile_expert, tile_pairs, ids, num_pairs, first, last, max_tiles, ROWS=rows, EXPERTS=experts, **_scan(num_pairs),
-        SORTED=False, **pdl(),
+        ids, tile_expert, tile_pairs, ids, num_pairs, first, last, max_tiles, ROWS=rows, EXPERTS=experts, SORTED=False,
+        **_scan(num_pairs), **pdl(),
     )  # fmt: skip
     columns, step, by_tma, warps, stages = _TILES[rows]
     grid = {"ROWS": rows, "COLUMNS": columns, "INNER": step, "num_warps": warps, "num_stages": stages, **pdl()}

@@ -8,7 +8,7 @@ row's result can't depend on how the sum was split.
 import torch
 
 from specgen.kernels._checks import check, check_same_device
-from specgen.kernels._row_thresholds import BLOCK, SUB, RowStats, _limits, _stats_kernel, row_thresholds
+from specgen.kernels._row_thresholds import _limits
 from specgen.kernels._triton import tl, triton
 
 _ONE = 2.0**35  # the weight of the row's largest logit; 150,000 such weights still add up exactly in float64

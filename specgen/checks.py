@@ -5,6 +5,7 @@ calls it knows the name and place and puts them in front. bool is never a number
 """
 
 import difflib
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -128,7 +129,7 @@ def rates() -> Check:
         if not isinstance(value, (list, tuple)) or not value:
             raise _refuse(wanted, value)
         found = tuple(rate(item) for item in value)
-        if any(later > earlier for earlier, later in zip(found, found[1:], strict=False)):
+        if any(later > earlier for earlier, later in itertools.pairwise(found)):
             raise _refuse(wanted, value)
         return found
 

@@ -222,6 +222,7 @@ def build(device: Device, scheduler: Scheduler) -> Callable[[], Any]:
     worker.config = SimpleNamespace(
         device=torch.device("cpu"),
         dtype=torch.float32,
+        pool_dtype=torch.float32,
         exact=True,
         max_model_len=c.max_model_len,
         max_num_seqs=c.max_num_seqs,

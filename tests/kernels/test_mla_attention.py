@@ -114,7 +114,14 @@ MIXED = [Part(1, 133, 5), Part(-1, 0, 3), Part(0, 70, 1), Part(2, 9, 9)]
 
 @pytest.mark.parametrize(
     ("sizes", "key_start"),
-    [({}, 0), ({}, 1), ({"block_size": 64}, 0), ({"block_size": 128}, 3), ({"heads": 3, "rank": 24, "rope": 8, "block_size": 7}, 0), ({"heads": 5, "block_size": 1}, 3)],
+    [
+        ({}, 0),
+        ({}, 1),
+        ({"block_size": 64}, 0),
+        ({"block_size": 128}, 3),
+        ({"heads": 3, "rank": 24, "rope": 8, "block_size": 7}, 0),
+        ({"heads": 5, "block_size": 1}, 3),
+    ],
 )
 def test_values(op: Op, device: str, sizes: dict[str, int], key_start: int) -> None:
     model = Model(**sizes)
