@@ -1,7 +1,7 @@
 """Draws the rows that top-k, top-p or min-p cut off, from a few of their logits.
 
-Knows: processed logits (`_processed.py`), a row's limits, noise (`gumbel.py`). Doesn't know how logits are gone through:
-`sample_tokens.py` does that once for all rows. A row costs
+Knows: processed logits (`_processed.py`), a row's limits, noise (`gumbel.py`). Doesn't know rows without a filter:
+`sample_tokens.py` goes through all logits once. A row costs
 
     weigh    top-p without top-k only: the sum of the weights, and the largest logit       one read
     look     a sample of the row gives a floor that the threshold almost surely reaches    1/32 of a read
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from specgen.kernels._processed import RowTables, _divisor, _processed, _undivided
+from specgen.kernels._processed import RowTables, _processed, _row_terms, _undivided
 from specgen.kernels._row_thresholds import (
     _clean,
     _key,
@@ -35,20 +35,21 @@ from specgen.kernels.gumbel import (
     DRAW_OPTIONS,
     LANES,
     _any,
+    _draw,
     _gumbel_of,
     _load_block,
     _lowest_mark,
     draw_grid,
 )
 
-MAX_COLLECTED = 8192  # of a row; a smaller vocabulary is collected whole
+_MAX_COLLECTED = 8192  # of a row; a smaller vocabulary is collected whole
 _SAMPLE = 4096  # logits that are looked at first
 _PIECE = 1024  # of what was collected, at a time
-_REDO_BLOCK = 4096  # of a row that is searched, at a time
+_REDO_BLOCK, _REDO_WARPS = 4096, 16  # of a row that is searched, at a time
 
 
 class Collected(NamedTuple):
-    """What was kept of each row, `[N, MAX_COLLECTED]`, and what is known of it, `[N]`.
+    """What was kept of each row, `[N, _MAX_COLLECTED]`, and what is known of it, `[N]`.
 
     ids int32, logits float32 (processed; filled by `finish`); count int32, how many there were, more than fit perhaps;
     floor float32: every processed logit from there on is in; mass float64: the weight of the row where top-p needs it;
@@ -68,8 +69,8 @@ class Collected(NamedTuple):
         """Room for so many rows."""
         f32, i32, f64 = torch.float32, torch.int32, torch.float64
         return Collected(
-            torch.empty((num_rows, MAX_COLLECTED), dtype=i32, device=device),
-            torch.empty((num_rows, MAX_COLLECTED), dtype=f32, device=device),
+            torch.empty((num_rows, _MAX_COLLECTED), dtype=i32, device=device),
+            torch.empty((num_rows, _MAX_COLLECTED), dtype=f32, device=device),
             *(torch.empty(num_rows, dtype=dtype, device=device) for dtype in (i32, f32, f64, f32, torch.int8)),
         )
 
@@ -93,13 +94,14 @@ def _weigh_kernel(
     k, p, _reach, _is_on = _limits(t, slot)
     if (k > 0) | (p >= 1.0):
         return
-    scale = 1.0 / _divisor(t, slot, NOISE)
+    terms = _row_terms(t, row, slot, RULES, PENALTIES, NOISE)
+    scale = 1.0 / terms[8]
     row_ptr = t.logits + row * t.logits_stride
     highest = tl.full([LANES], -3.4028234663852886e38, tl.float32)
     sums = tl.zeros([LANES], tl.float32)
     for start in range(part * span, tl.minimum((part + 1) * span, t.vocab_size), BLOCK):
         logits = _load_block(row_ptr, start, t.vocab_size, float("-inf"), LANES, BLOCK)
-        logits = _clean(_undivided(logits, start, t, row, slot, False, RULES, PENALTIES, LANES, BLOCK) * scale)
+        logits = _clean(_undivided(logits, start, t, slot, terms, False, RULES, PENALTIES, LANES, BLOCK) * scale)
         higher = tl.maximum(tl.max(tl.max(logits, axis=2), axis=0), highest)
         weights = tl.exp(logits - higher[None, :, None])
         sums = sums * tl.exp(highest - higher) + tl.sum(tl.sum(weights, axis=2), axis=0)
@@ -174,8 +176,8 @@ def _look_kernel(
         # 32 neighbours at a time, from all over the row
         place = tl.arange(0, SAMPLE)
         token = (place // 32) * (t.vocab_size // (SAMPLE // 32) // 4 * 4) + place % 32
-        divisor = _divisor(t, slot, NOISE)
-        logits = _clean(_processed(token, place >= 0, (t, row, slot, divisor, RULES, PENALTIES, False)))
+        terms = _row_terms(t, row, slot, RULES, PENALTIES, NOISE)
+        logits = _clean(_processed(token, place >= 0, (t, row, slot, terms, RULES, PENALTIES, False)))
         key = _key(logits)
         share = SAMPLE / t.vocab_size
         room = MAX_COLLECTED * 0.85 * share
@@ -251,7 +253,7 @@ def _finish_kernel(
     ids_ptr += row * MAX_COLLECTED
     source_ptr = collected_ptr + row * MAX_COLLECTED
     at = tl.arange(0, PIECE)
-    args = (t, row, slot, _divisor(t, slot, NOISE), RULES, PENALTIES, STORED)
+    args = (t, row, slot, _row_terms(t, row, slot, RULES, PENALTIES, NOISE), RULES, PENALTIES, STORED)
     tops = tl.full([PIECE], -3.4028234663852886e38, tl.float32)
     kept = tl.zeros([PIECE], tl.int32)
     for start in range(0, count, PIECE):
@@ -330,6 +332,7 @@ def _redo_kernel(
     NOISE: tl.constexpr,
     STORED: tl.constexpr,
     MAX_COLLECTED: tl.constexpr,
+    LANES: tl.constexpr,
     BLOCK: tl.constexpr,
     PIECE: tl.constexpr,
 ):
@@ -342,7 +345,7 @@ def _redo_kernel(
     row_ptr = t.logits + row * t.logits_stride
     scratch_ptr += row * MAX_COLLECTED
     at = tl.arange(0, BLOCK)
-    args = (t, row, slot, _divisor(t, slot, NOISE), RULES, PENALTIES, STORED)
+    args = (t, row, slot, _row_terms(t, row, slot, RULES, PENALTIES, NOISE), RULES, PENALTIES, STORED)
     tops = tl.full([BLOCK], -3.4028234663852886e38, tl.float32)
     for start in range(0, t.vocab_size, BLOCK):
         inside = start + at < t.vocab_size
@@ -374,9 +377,13 @@ def _redo_kernel(
     position = tl.load(t.positions + row)
     best = tl.full([], float("-inf"), tl.float32)
     best_id = tl.full([], 0x7FFFFFFF, tl.int32)
+    stored = (t, row, slot, args[3], RULES, PENALTIES, True)
     for start in range(0, t.vocab_size, BLOCK):
-        logits = tl.load(row_ptr + start + at, mask=start + at < t.vocab_size, other=float("-inf"))
-        best, best_id = _best_kept(best, best_id, logits, threshold, start + at, seed, position, is_random, sharpness)
+        logits = _load_block(row_ptr, start, t.vocab_size, float("-inf"), LANES, BLOCK)
+        logits = tl.where(_clean(logits) >= threshold, logits, float("-inf"))
+        best, best_id = _draw(
+            best, best_id, logits, 1.0, start, seed, position, is_random, sharpness, _processed, stored, LANES, BLOCK
+        )
     tl.store(best_ptr + row * num_parts, best)
     tl.store(best_id_ptr + row * num_parts, best_id)
 
@@ -403,7 +410,7 @@ def look(collected: Collected, t: RowTables, flags: dict[str, bool], by_mass: bo
         **flags,
         PARTS=triton.next_power_of_2(num_parts),
         SAMPLE=_SAMPLE,
-        MAX_COLLECTED=MAX_COLLECTED,
+        MAX_COLLECTED=c.ids.shape[1],
         enable_fp_fusion=False,
     )
 
@@ -438,7 +445,7 @@ def finish(
         num_parts,
         **flags,
         STORED=stored,
-        MAX_COLLECTED=MAX_COLLECTED,
+        MAX_COLLECTED=c.ids.shape[1],
         PIECE=_PIECE,
         enable_fp_fusion=False,
     )
@@ -454,9 +461,10 @@ def finish(
         num_parts,
         **flags,
         STORED=stored,
-        MAX_COLLECTED=MAX_COLLECTED,
+        MAX_COLLECTED=c.ids.shape[1],
+        LANES=32 * _REDO_WARPS,
         BLOCK=_REDO_BLOCK,
         PIECE=_PIECE,
-        num_warps=8,
+        num_warps=_REDO_WARPS,
         enable_fp_fusion=False,
     )

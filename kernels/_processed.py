@@ -45,6 +45,34 @@ class RowTables(NamedTuple):
     first_end: torch.Tensor
 
 
+@triton.jit
+def _row_terms(t, row, slot, RULES: tl.constexpr, PENALTIES: tl.constexpr, NOISE: tl.constexpr):
+    """What a row's logits are processed with: (has a list of allowed ids, may not end yet, has penalties, repetition,
+    frequency and presence penalty, where its drafts begin, how many they are, divisor)."""
+    is_listed = slot < 0
+    is_short = slot < 0
+    if RULES:
+        is_listed = tl.load(t.num_allowed + slot) > 0
+        is_short = tl.load(t.positions + row) + 1 < tl.load(t.first_end + slot)
+    repetition = tl.full([], 1.0, tl.float32)
+    frequency = tl.full([], 0.0, tl.float32)
+    presence = tl.full([], 0.0, tl.float32)
+    spec_start = tl.full([], 0, tl.int32)
+    spec_count = tl.full([], 0, tl.int32)
+    if PENALTIES:
+        repetition = tl.load(t.repetition_penalty + slot)
+        frequency = tl.load(t.frequency_penalty + slot)
+        presence = tl.load(t.presence_penalty + slot)
+        spec_start = tl.load(t.spec_start + row)
+        spec_count = tl.load(t.spec_count + row)
+    divisor = tl.full([], 1.0, tl.float32)  # x / 1 is x, bit by bit
+    if NOISE:
+        temperature = tl.load(t.temperature + slot)
+        divisor = tl.where(temperature > 0.0, temperature, 1.0)
+    is_penalised = (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0)
+    return is_listed, is_short, is_penalised, repetition, frequency, presence, spec_start, spec_count, divisor
+
+
 # In what follows, `at` is the first id of a block of BLOCK logits, which are shaped like its places (see `gumbel.py`),
 # or with BLOCK 0 the ids of single logits.
 
@@ -64,9 +92,10 @@ def _bits(mask_ptr, at, vocab_size, LANES: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _counts(t, row, slot, at, LANES: tl.constexpr, BLOCK: tl.constexpr):
-    """How often each id is in the row's output, drafts before the row included."""
+def _penalised(logits, at, t, slot, terms, EXACT: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr):
+    _listed, _short, _penalised, repetition, frequency, presence, spec_start, spec_count, _divisor = terms
     counts_ptr = t.output_counts + slot * t.output_counts_stride
+    seen = _bits(t.prompt_mask + slot * t.prompt_mask_stride, at, t.vocab_size, LANES, BLOCK)
     if BLOCK:
         count = _load_block(counts_ptr, at, t.vocab_size, 0, LANES, BLOCK)
         quad, of_four, _own = _places(at, LANES, BLOCK)
@@ -74,36 +103,15 @@ def _counts(t, row, slot, at, LANES: tl.constexpr, BLOCK: tl.constexpr):
     else:
         count = tl.load(counts_ptr + at)
         token = at
-    spec_start = tl.load(t.spec_start + row).to(tl.int64)
-    for i in range(tl.load(t.spec_count + row)):
-        count += (token == tl.load(t.spec_ids + spec_start + i)).to(tl.int32)
-    return count
-
-
-@triton.jit
-def _penalised(
-    logits, at, t, row, slot, repetition, frequency, presence, EXACT: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr
-):
-    count = _counts(t, row, slot, at, LANES, BLOCK)
-    seen = _bits(t.prompt_mask + slot * t.prompt_mask_stride, at, t.vocab_size, LANES, BLOCK) | (count > 0)
+    for i in range(spec_count):
+        count += (token == tl.load(t.spec_ids + spec_start.to(tl.int64) + i).to(tl.int32)).to(tl.int32)
     if EXACT:
         repeated = tl.where(logits > 0, tl.div_rn(logits, repetition), logits * repetition)
     else:
         repeated = logits * tl.where(logits > 0, 1.0 / repetition, repetition)
-    value = tl.where(seen, repeated, logits)
+    value = tl.where(seen | (count > 0), repeated, logits)
     value = value - frequency * count.to(tl.float32)
     return value - tl.where(count > 0, presence, 0.0)
-
-
-@triton.jit
-def _ruled(logits, at, t, row, slot, LANES: tl.constexpr, BLOCK: tl.constexpr):
-    if tl.load(t.num_allowed + slot) > 0:
-        allowed = _bits(t.allowed_mask + slot * t.allowed_mask_stride, at, t.vocab_size, LANES, BLOCK)
-        logits = tl.where(allowed, logits, float("-inf"))
-    if tl.load(t.positions + row) + 1 < tl.load(t.first_end + slot):
-        ends = _bits(t.end_mask + slot * t.end_mask_stride, at, t.vocab_size, LANES, BLOCK)
-        logits = tl.where(ends, float("-inf"), logits)
-    return logits
 
 
 @triton.jit
@@ -111,8 +119,8 @@ def _undivided(
     logits,
     at,
     t,
-    row,
     slot,
+    terms,
     EXACT: tl.constexpr,
     RULES: tl.constexpr,
     PENALTIES: tl.constexpr,
@@ -120,38 +128,31 @@ def _undivided(
     BLOCK: tl.constexpr,
 ):
     """What raw `logits` become before the division by the temperature; up to a rounding or two unless EXACT."""
+    is_listed, is_short, is_penalised, _r, _f, _p, _start, _count, _divisor = terms
     if RULES:
-        logits = _ruled(logits, at, t, row, slot, LANES, BLOCK)
-    if PENALTIES:
-        repetition = tl.load(t.repetition_penalty + slot)
-        frequency = tl.load(t.frequency_penalty + slot)
-        presence = tl.load(t.presence_penalty + slot)
-        if (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0):
-            logits = _penalised(logits, at, t, row, slot, repetition, frequency, presence, EXACT, LANES, BLOCK)
+        if is_listed:
+            allowed = _bits(t.allowed_mask + slot * t.allowed_mask_stride, at, t.vocab_size, LANES, BLOCK)
+            logits = tl.where(allowed, logits, float("-inf"))
+        if is_short:
+            ends = _bits(t.end_mask + slot * t.end_mask_stride, at, t.vocab_size, LANES, BLOCK)
+            logits = tl.where(ends, float("-inf"), logits)
+    if PENALTIES:  # noqa: SIM102 - decided when the kernel is compiled
+        if is_penalised:
+            logits = _penalised(logits, at, t, slot, terms, EXACT, LANES, BLOCK)
     return logits
-
-
-@triton.jit
-def _divisor(t, slot, NOISE: tl.constexpr):
-    """What a row's logits are divided by: x / 1 is x, bit by bit."""
-    divisor = tl.full([], 1.0, tl.float32)
-    if NOISE:
-        temperature = tl.load(t.temperature + slot)
-        divisor = tl.where(temperature > 0.0, temperature, 1.0)
-    return divisor
 
 
 @triton.jit
 def _processed(token, mask, args):
     """The processed logits of single tokens, as the twins give them; -inf outside `mask` and the vocabulary.
 
-    args: (tables, row, slot, divisor, RULES, PENALTIES, STORED); STORED: they are in place of the raw ones.
+    args: (tables, row, slot, terms, RULES, PENALTIES, STORED); STORED: they are in place of the raw ones.
     """
-    t, row, slot, divisor, RULES, PENALTIES, STORED = args
+    t, row, slot, terms, RULES, PENALTIES, STORED = args
     inside = mask & (token < t.vocab_size)
     logits = tl.load(t.logits + row * t.logits_stride + token, mask=inside, other=float("-inf"))
     if not STORED:
         token = tl.where(inside, token, 0)
-        logits = tl.div_rn(_undivided(logits, token, t, row, slot, True, RULES, PENALTIES, 0, 0), divisor)
+        logits = tl.div_rn(_undivided(logits, token, t, slot, terms, True, RULES, PENALTIES, 0, 0), terms[8])
         logits = tl.where(inside, logits, float("-inf"))
     return logits

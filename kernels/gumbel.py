@@ -195,7 +195,7 @@ def _gumbel(hashed: torch.Tensor) -> torch.Tensor:
 # fused multiply-adds but those written: a row's bits do not depend on what else was compiled into a kernel.
 LANES, BLOCK = 32, 1024
 DRAW_OPTIONS = {"num_warps": LANES // 32, "enable_fp_fusion": False}
-_PROGRAMS = 16384  # keep a GPU busy for some rounds
+_PROGRAMS = 8192  # keep a GPU busy for two or three rounds
 _MAX_BLOCKS = 8  # of a program: what it has seen before spares it most of the exact scores
 
 
@@ -341,7 +341,8 @@ def _draw(
     `logits * scale` are the block's processed logits, roughly. `LOGITS(token, mask, args)` gives exact ones of single
     tokens, and they are scored exactly: one of each lane at a time, and only those that could win. g <= -log(u) is at
     most a straight line in the exponent and mantissa bits of u, read as one integer (see `_could_win`): a token whose
-    score under that ceiling stays below the best has lost. With no best yet, each lane's highest ceiling is scored.
+    score under that ceiling stays below the best has lost; -inf has anyway, whatever LOGITS says. With no best yet,
+    each lane's highest ceiling is scored.
     """
     quad, of_four, own = _places(start, LANES, BLOCK)
     ceiling = logits * scale
@@ -353,7 +354,7 @@ def _draw(
         above = 110.21040
     if best == float("-inf"):
         highest = tl.max(tl.max(ceiling, axis=2), axis=0)
-        marks = _marks(ceiling == highest[None, :, None], own)
+        marks = _marks((ceiling == highest[None, :, None]) & (ceiling > float("-inf")), own)
         best, best_id = _score_marked(
             best, best_id, marks, start, seed, position, is_random, sharpness, LOGITS, args, LANES
         )
@@ -448,7 +449,7 @@ def gumbel_sample_triton(
     temperature: torch.Tensor,
     sharpness: float = 1.0,
 ) -> torch.Tensor:
-    """Return what `gumbel_sample` returns, by a (rows x parts of the vocabulary) grid and a second reduction over parts."""
+    """Return what `gumbel_sample` returns, by a (rows x parts) grid and a reduction over parts."""
     num_rows, vocab = logits.shape
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:

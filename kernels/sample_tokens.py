@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 
 from specgen.kernels._checks import check, check_same_device
-from specgen.kernels._filter_rows import MAX_COLLECTED, Collected, _collect, finish, look
-from specgen.kernels._processed import RowTables, _divisor, _processed, _undivided
+from specgen.kernels._filter_rows import Collected, _collect, finish, look
+from specgen.kernels._processed import RowTables, _processed, _row_terms, _undivided
 from specgen.kernels._row_thresholds import _limits
 from specgen.kernels._triton import tl, triton
 from specgen.kernels.allowed_ids import apply_allowed_ids
@@ -31,6 +31,7 @@ from specgen.kernels.gumbel import (
     BLOCK,
     DRAW_OPTIONS,
     LANES,
+    _any,
     _draw,
     _load_block,
     _marks,
@@ -220,8 +221,8 @@ def _pass_kernel(
         return
     seed = tl.load(t.seeds + slot)
     position = tl.load(t.positions + row)
-    divisor = _divisor(t, slot, NOISE)
-    scale = 1.0 / divisor
+    terms = _row_terms(t, row, slot, RULES, PENALTIES, NOISE)
+    scale = 1.0 / terms[8]
     is_random = slot < 0
     if NOISE:
         is_random = tl.load(t.temperature + slot) > 0.0
@@ -234,19 +235,20 @@ def _pass_kernel(
     if KEEP:
         scale = tl.full([], 1.0, tl.float32)
     row_ptr = t.logits + row * t.logits_stride
-    args = (t, row, slot, divisor, RULES, PENALTIES, KEEP)
+    args = (t, row, slot, terms, RULES, PENALTIES, KEEP)
     best = tl.full([], float("-inf"), tl.float32)
     best_id = tl.full([], 0x7FFFFFFF, tl.int32)
     odd = tl.zeros([], tl.int32)
     for start in range(part * span, tl.minimum((part + 1) * span, t.vocab_size), BLOCK):
         logits = _load_block(row_ptr, start, t.vocab_size, float("-inf"), LANES, BLOCK)
         _quad, _of_four, own = _places(start, LANES, BLOCK)
-        suspect = tl.sum(tl.sum(logits * 0.0, axis=2), axis=0)  # NaN from NaN and infinities
-        if tl.max((suspect != suspect).to(tl.int32), axis=0) > 0:
-            odd = tl.maximum(odd, tl.max(tl.max(tl.max((logits != logits).to(tl.int32), axis=2), axis=0), axis=0))
-        logits = _undivided(logits, start, t, row, slot, KEEP, RULES, PENALTIES, LANES, BLOCK)
+        raw = logits
+        logits = _undivided(logits, start, t, slot, terms, KEEP, RULES, PENALTIES, LANES, BLOCK)
+        suspect = tl.sum(tl.sum(raw * 0.0, axis=2), axis=0)  # NaN from NaN and infinities
+        if _any((suspect != suspect).to(tl.int32)):
+            odd = tl.maximum(odd, tl.max(tl.max(tl.max((raw != raw).to(tl.int32), axis=2), axis=0), axis=0))
         if KEEP:
-            logits = tl.div_rn(logits, divisor)
+            logits = tl.div_rn(logits, terms[8])
             _store_block(row_ptr, logits, start, t.vocab_size, LANES, BLOCK)
             tl.debug_barrier()  # single ones are read again
         if is_filtered:
@@ -254,7 +256,19 @@ def _pass_kernel(
             _collect(ids_ptr + row * MAX_COLLECTED, count_ptr + row, marks, start, LANES, MAX_COLLECTED)
         else:
             best, best_id = _draw(
-                best, best_id, logits, scale, start, seed, position, is_random, sharpness, _processed, args, LANES, BLOCK
+                best,
+                best_id,
+                logits,
+                scale,
+                start,
+                seed,
+                position,
+                is_random,
+                sharpness,
+                _processed,
+                args,
+                LANES,
+                BLOCK,
             )
     out = row * tl.num_programs(1) + part
     tl.store(best_ptr + out, best)
@@ -341,7 +355,7 @@ def sample_tokens_triton(
         KEEP=keep,
         LANES=LANES,
         BLOCK=BLOCK // 2 if wanted.rules or wanted.penalties else BLOCK,  # they take registers
-        MAX_COLLECTED=MAX_COLLECTED,
+        MAX_COLLECTED=collected.ids.shape[1],
         **DRAW_OPTIONS,
     )
     if filters:

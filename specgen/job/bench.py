@@ -29,6 +29,7 @@ from specgen.job.trace import idle, read_trace
 from specgen.recipe import Recipe
 from specgen.seeds import row_seed
 from specgen.stats import SpecStats, counted
+from specgen.stops import stop_check_of
 from specgen.tokenizer import Tokenizer
 from specgen.worker.timing import DecodeTimes
 from specgen.worker.trace import StepTrace
@@ -115,7 +116,7 @@ def shape_workload(shape: Shape) -> Workload:
     def requests(recipe: Recipe, engine: BenchEngine) -> list[EngineRequest]:
         ids = random.Random(str(shape))
         run_seed = recipe.sampling.seed or 0
-        params = replace(recipe.sampling, max_tokens=shape.output_tokens, ignore_eos=True, stop_token_ids=())
+        params = replace(recipe.sampling, max_tokens=shape.output_tokens, ignore_eos=True, stop_token_ids=(), stop=())
         return [
             EngineRequest(
                 i,
@@ -146,7 +147,8 @@ def rows_workload(rows: Sequence[Row], tokenizer: Tokenizer, template: ChatTempl
                 prompt = builder.build(row)
             except RowError as error:
                 raise InputError(str(error), where=f"{recipe.input.name}:{row.line}") from None
-            found.append(EngineRequest(row.index, prompt.token_ids, prompt.params, prompt.seed))
+            stops = stop_check_of(prompt.params, tokenizer)
+            found.append(EngineRequest(row.index, prompt.token_ids, prompt.params, prompt.seed, stops))
         return found
 
     return Workload(None, requests)

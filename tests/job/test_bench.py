@@ -215,6 +215,16 @@ def test_a_bad_row_is_named(workplace: Any, fake_engine: Any) -> None:
         run_bench(BenchPlan([recipe], [workload]), lambda side: fake_engine())
 
 
+def test_rows_with_stop_strings_bring_their_check_and_shapes_run_to_their_end(workplace: Any, fake_engine: Any) -> None:
+    workplace.write([{"id": 1, "prompt": "story"}])
+    recipe = workplace.recipe("sampling.stop=[end]")
+    (request,) = rows_workload(read_bench_rows(recipe, 1), workplace.tokenizer).requests(recipe, fake_engine())
+    assert request.params.stop == ("end",)
+    assert request.new_stop_check is not None and request.new_stop_check() is not request.new_stop_check()
+    (request,) = shape_workload(Shape(1, 3, 5)).requests(recipe, fake_engine())
+    assert request.params.stop == () and request.new_stop_check is None
+
+
 def test_a_failing_row_ends_the_benchmark(workplace: Any, fake_engine: Any) -> None:
     def script(request: EngineRequest) -> tuple[list[int], str]:
         return [5], "error" if request.request_id == 1 else "length"
