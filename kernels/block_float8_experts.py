@@ -1,7 +1,7 @@
 """The experts of a mixture layer with weights held in FP8 as checkpoints store them: see `moe_experts`.
 
 A scale stands for each row of a weight and 128 columns, as in `block_float8_linear`: weights are turned into the
-activations' dtype without loss, sums over 128 columns are scaled in float32. Every height of a tile sums the same
+activations' dtype without loss, sums over 128 columns are scaled in float32. All tiles have one height and sum the same
 columns from nothing, so a row's bits do not depend on the tile it lands in.
 """
 
@@ -14,8 +14,8 @@ from specgen.kernels._triton import pdl, tl, triton, wait_for_inputs
 from specgen.kernels.block_float8_linear import BLOCK, FLOAT8, dequantize_blocks
 from specgen.kernels.moe_experts import ExpertRows, _place_kernel, _scan, moe_experts_torch
 
-# Tiles by height: columns, warps, stages.
-_TILES = {16: (32, 4, 4), 32: (32, 4, 4), 64: (64, 4, 3), 128: (64, 8, 3)}
+# A tile: rows, columns, warps, stages. One for any number of tokens, as in `block_float8_linear`.
+_TILE = (64, 64, 4, 3)
 
 
 class BlockScales(NamedTuple):
@@ -73,8 +73,7 @@ def block_float8_experts_triton(
     out = torch.empty(num_pairs, hidden, dtype=x.dtype, device=x.device)
     if num_tokens == 0:
         return ExpertRows(out, None)
-    height = next((height for height in _TILES if height * num_experts >= num_pairs), max(_TILES))
-    columns, warps, stages = _TILES[height]
+    height, columns, warps, stages = _TILE
     # Every expert in use adds at most one tile that isn't full.
     max_tiles = min(num_pairs, num_pairs // height + min(num_experts, num_pairs))
     tile_expert = torch.empty(max_tiles, dtype=torch.int32, device=x.device)

@@ -191,19 +191,7 @@ def _gumbel(hashed: torch.Tensor) -> torch.Tensor:
 
 # --- kernel -----------------------------------------------------------------------------------------------------------
 
-# A program is one warp, so that nothing waits for anything else, and goes through blocks of 32 logits a lane. Without
-# fused multiply-adds but those written: a row's bits do not depend on what else was compiled into a kernel.
-LANES, BLOCK = 32, 1024
-DRAW_OPTIONS = {"num_warps": LANES // 32, "enable_fp_fusion": False}
-_PROGRAMS = 8192  # keep a GPU busy for two or three rounds
-_MAX_BLOCKS = 8  # of a program: what it has seen before spares it most of the exact scores
-
-
-def draw_grid(num_rows: int, vocab: int) -> tuple[int, int]:
-    """Return how many programs share a row, and how many tokens each goes through; no row's result depends on it."""
-    num_blocks = triton.cdiv(vocab, BLOCK)
-    blocks = min(max(num_rows * num_blocks // _PROGRAMS, 1), _MAX_BLOCKS)
-    return triton.cdiv(num_blocks, blocks), blocks * BLOCK
+_BLOCK = 4096
 
 
 @triton.jit
@@ -220,7 +208,7 @@ def _mix_word(state, word):
 @triton.jit
 def _hash_of(seed, position, token):
     """The hash of (seed, position, token) for int64 scalars and a block of ids."""
-    state = _mix_word((seed * 0).to(tl.uint32), (seed & 0xFFFFFFFF).to(tl.uint32))
+    state = _mix_word((token * 0).to(tl.uint32), (seed & 0xFFFFFFFF).to(tl.uint32))
     state = _mix_word(state, ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32))
     state = _mix_word(state, (position & 0xFFFFFFFF).to(tl.uint32))
     state = _mix_word(state, token.to(tl.uint32)) ^ 16
@@ -252,130 +240,36 @@ def _gumbel_of(seed, position, token):
 
 
 @triton.jit
-def _places(start, LANES: tl.constexpr, BLOCK: tl.constexpr):
-    """The ids of a block that begins at `start`, in parts to add up: the first of each four, and which of the four;
-    and the number of each id among its lane's own, 0 to 31, a constant of the program wherever it is used.
+def _draw(logits, start, seed, position, is_random, sharpness, BLOCK: tl.constexpr):
+    """The best score of a block of logits, the ids of which begin at `start`, and its lowest place in the block.
+
+    g <= -log(u) is at most a straight line in the exponent and mantissa bits of u, read as one integer (see
+    `_could_win`). Only tokens whose score under that ceiling reaches the best exact one get their two logarithms.
     """
-    turn = tl.arange(0, BLOCK // 4 // LANES)[:, None, None]
-    of_four = tl.arange(0, 4)[None, None, :]
-    first = start + tl.arange(0, LANES) * 4
-    return first[None, :, None] + turn * (4 * LANES), of_four, turn * 4 + of_four
+    at = tl.arange(0, BLOCK)
+    logits = tl.where(logits != logits, float("-inf"), logits)
+    best, place = tl.max(logits, axis=0, return_indices=True)
+    if is_random & (best > float("-inf")):
+        logits = logits * sharpness
+        half = (_hash_of(seed, position, start + at) >> 1).to(tl.int32).to(tl.float32)
+        bits = half.to(tl.int32, bitcast=True).to(tl.float32)
+        # -log(u) <= 158 ln 2 - bits ln 2 / 2^23
+        ceiling = (logits - bits * 8.262958288192749e-08) + 109.51725387573242
+        best = tl.full([], float("-inf"), tl.float32)
+        highest, candidate = tl.max(ceiling, axis=0, return_indices=True)
+        while highest + (1e-3 + 1e-6 * tl.minimum(tl.abs(best), 1e30)) >= best:
+            score = tl.max(tl.where(at == candidate, logits, float("-inf")), axis=0)
+            score = score + _gumbel_of(seed, position, start + candidate)
+            better = (score > best) | ((score == best) & (candidate < place))
+            place = tl.where(better, candidate, place)
+            best = tl.maximum(score, best)
+            ceiling = tl.where(at == candidate, float("-inf"), ceiling)
+            highest, candidate = tl.max(ceiling, axis=0, return_indices=True)
+    return best, place
 
 
 @triton.jit
-def _load_block(row_ptr, start, vocab_size, other, LANES: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of a row, shaped like its places: each lane has four neighbours at a time."""
-    turn = tl.arange(0, BLOCK // 4 // LANES)[:, None]
-    token = start + turn * (4 * LANES) + tl.arange(0, 4 * LANES)[None, :]
-    if start + BLOCK <= vocab_size:
-        values = tl.load(row_ptr + token)
-    else:
-        values = tl.load(row_ptr + token, mask=token < vocab_size, other=other)
-    return tl.reshape(values, [BLOCK // 4 // LANES, LANES, 4])
-
-
-@triton.jit
-def _store_block(row_ptr, values, start, vocab_size, LANES: tl.constexpr, BLOCK: tl.constexpr):
-    turn = tl.arange(0, BLOCK // 4 // LANES)[:, None]
-    token = start + turn * (4 * LANES) + tl.arange(0, 4 * LANES)[None, :]
-    values = tl.reshape(values, [BLOCK // 4 // LANES, 4 * LANES])
-    tl.store(row_ptr + token, values, mask=token < vocab_size)
-
-
-@triton.jit
-def _marks(chosen, own):
-    """A word a lane, with bit i set where the lane's own number i is chosen."""
-    return tl.sum(tl.sum(tl.where(chosen, 1 << own, 0), axis=2), axis=0)
-
-
-@triton.jit
-def _lowest_mark(marks, LANES: tl.constexpr):
-    """The place in the block of each lane's lowest mark (there must be one)."""
-    power = (marks & -marks).to(tl.uint32, bitcast=True).to(tl.float32)  # exact: its exponent is the bit's number
-    own = (power.to(tl.int32, bitcast=True) >> 23) - 127
-    return ((own // 4) * LANES + tl.arange(0, LANES)) * 4 + own % 4
-
-
-@triton.jit
-def _any(marks):
-    return tl.max((marks != 0).to(tl.int32), axis=0) > 0
-
-
-@triton.jit
-def _score_marked(
-    best, best_id, marks, start, seed, position, is_random, sharpness, LOGITS: tl.constexpr, args, LANES: tl.constexpr
-):
-    """The best score, and its lowest id, of what gave `best` and of each lane's lowest mark."""
-    has = marks != 0
-    token = start + _lowest_mark(marks, LANES)
-    score = LOGITS(token, has, args)
-    if is_random:
-        score = score * sharpness + _gumbel_of(seed, position, token)
-    score = tl.where(has & (score == score), score, float("-inf"))
-    highest = tl.max(score, axis=0)
-    if highest >= best:
-        winner = tl.min(tl.where(has & (score == highest), token, 0x7FFFFFFF), axis=0)
-        best_id = tl.where((highest > best) | (winner < best_id), winner, best_id)
-        best = highest
-    return best, best_id
-
-
-@triton.jit
-def _draw(
-    best,
-    best_id,
-    logits,
-    scale,
-    start,
-    seed,
-    position,
-    is_random,
-    sharpness,
-    LOGITS: tl.constexpr,
-    args,
-    LANES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The best score, and its lowest id, of what gave `best` and of a block whose ids begin at `start`.
-
-    `logits * scale` are the block's processed logits, roughly. `LOGITS(token, mask, args)` gives exact ones of single
-    tokens, and they are scored exactly: one of each lane at a time, and only those that could win. g <= -log(u) is at
-    most a straight line in the exponent and mantissa bits of u, read as one integer (see `_could_win`): a token whose
-    score under that ceiling stays below the best has lost; -inf has anyway, whatever LOGITS says. With no best yet,
-    each lane's highest ceiling is scored.
-    """
-    quad, of_four, own = _places(start, LANES, BLOCK)
-    ceiling = logits * scale
-    above = 0.0
-    if is_random:
-        bits = _hash_of(seed, position, quad + of_four).to(tl.float32).to(tl.int32, bitcast=True).to(tl.float32)
-        # -log(u) <= 159 ln 2 - bits ln 2 / 2^23
-        ceiling = tl.fma(bits, -8.262958288192749e-08, logits * (scale * sharpness))
-        above = 110.21040
-    if best == float("-inf"):
-        highest = tl.max(tl.max(ceiling, axis=2), axis=0)
-        marks = _marks((ceiling == highest[None, :, None]) & (ceiling > float("-inf")), own)
-        best, best_id = _score_marked(
-            best, best_id, marks, start, seed, position, is_random, sharpness, LOGITS, args, LANES
-        )
-    # the slack covers every rounding
-    marks = _marks(ceiling > best - (1e-3 + 1e-6 * tl.minimum(tl.abs(best), 1e30)) - above, own)
-    while _any(marks):
-        best, best_id = _score_marked(
-            best, best_id, marks, start, seed, position, is_random, sharpness, LOGITS, args, LANES
-        )
-        marks = marks & (marks - 1)
-    return best, best_id
-
-
-@triton.jit
-def _stored_logits(token, mask, args):
-    row_ptr, vocab_size = args
-    return tl.load(row_ptr + token, mask=mask & (token < vocab_size), other=float("-inf"))
-
-
-@triton.jit
-def _part_best_kernel(
+def _block_best_kernel(
     best_ptr,
     best_id_ptr,
     logits_ptr,
@@ -386,59 +280,35 @@ def _part_best_kernel(
     temperature_ptr,
     sharpness,
     vocab_size,
-    span,
-    LANES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
+    block = tl.program_id(1)
     slot = tl.load(row_slots_ptr + row).to(tl.int64)
     if slot < 0:
         return
-    seed = tl.load(seeds_ptr + slot)
-    position = tl.load(positions_ptr + row)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    logits = tl.load(logits_ptr + row * logits_stride + token, mask=token < vocab_size, other=float("-inf"))
     is_random = tl.load(temperature_ptr + slot) > 0.0
-    row_ptr = logits_ptr + row * logits_stride
-    best = tl.full([], float("-inf"), tl.float32)
-    best_id = tl.full([], 0x7FFFFFFF, tl.int32)
-    for start in range(part * span, tl.minimum((part + 1) * span, vocab_size), BLOCK):
-        logits = _load_block(row_ptr, start, vocab_size, float("-inf"), LANES, BLOCK)
-        best, best_id = _draw(
-            best,
-            best_id,
-            logits,
-            1.0,
-            start,
-            seed,
-            position,
-            is_random,
-            sharpness,
-            _stored_logits,
-            (row_ptr, vocab_size),
-            LANES,
-            BLOCK,
-        )
-    out = row * tl.num_programs(1) + part
+    best, at = _draw(
+        logits, block * BLOCK, tl.load(seeds_ptr + slot), tl.load(positions_ptr + row), is_random, sharpness, BLOCK
+    )
+    out = row * tl.num_programs(1) + block
     tl.store(best_ptr + out, best)
-    tl.store(best_id_ptr + out, best_id)
+    tl.store(best_id_ptr + out, block * BLOCK + at)
 
 
 @triton.jit
-def _row_best(best_ptr, best_id_ptr, row, num_parts, PARTS: tl.constexpr):
-    """The id of the best score of a row's parts, 0 if there is none. Parts are in order of ids."""
-    part = tl.arange(0, PARTS)
-    best = tl.load(best_ptr + row * num_parts + part, mask=part < num_parts, other=float("-inf"))
-    token = tl.load(best_id_ptr + row * num_parts + tl.argmax(best, axis=0))
-    return tl.where(tl.max(best, axis=0) == float("-inf"), 0, token).to(tl.int64)
-
-
-@triton.jit
-def _row_best_kernel(out_ptr, best_ptr, best_id_ptr, row_slots_ptr, num_parts, PARTS: tl.constexpr):
+def _row_best_kernel(out_ptr, best_ptr, best_id_ptr, row_slots_ptr, num_blocks, BLOCKS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     if tl.load(row_slots_ptr + row) < 0:
         tl.store(out_ptr + row, 0)
         return
-    tl.store(out_ptr + row, _row_best(best_ptr, best_id_ptr, row, num_parts, PARTS))
+    block = tl.arange(0, BLOCKS)
+    best = tl.load(best_ptr + row * num_blocks + block, mask=block < num_blocks, other=float("-inf"))
+    winner = tl.argmax(best, axis=0)  # blocks are in order of ids: the first of equal blocks has the lowest id
+    token = tl.load(best_id_ptr + row * num_blocks + winner)
+    tl.store(out_ptr + row, token.to(tl.int64))
 
 
 def gumbel_sample_triton(
@@ -449,15 +319,15 @@ def gumbel_sample_triton(
     temperature: torch.Tensor,
     sharpness: float = 1.0,
 ) -> torch.Tensor:
-    """Return what `gumbel_sample` returns, by a (rows x parts) grid and a reduction over parts."""
+    """Return what `gumbel_sample` returns, by a (rows x vocabulary blocks) grid and a second reduction over blocks."""
     num_rows, vocab = logits.shape
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:
         return out
-    num_parts, span = draw_grid(num_rows, vocab)
-    best = torch.empty((num_rows, num_parts), dtype=torch.float32, device=logits.device)
-    best_id = torch.empty((num_rows, num_parts), dtype=torch.int32, device=logits.device)
-    _part_best_kernel[(num_rows, num_parts)](
+    num_blocks = triton.cdiv(vocab, _BLOCK)
+    best = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=logits.device)
+    best_id = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=logits.device)
+    _block_best_kernel[(num_rows, num_blocks)](
         best,
         best_id,
         logits,
@@ -468,11 +338,10 @@ def gumbel_sample_triton(
         temperature,
         sharpness,
         vocab,
-        span,
-        LANES=LANES,
-        BLOCK=BLOCK,
-        **DRAW_OPTIONS,
+        BLOCK=_BLOCK,
+        num_warps=8,
+        enable_fp_fusion=False,  # as in `sample_tokens.py`: the same bits, whichever kernel draws
     )
-    parts = triton.next_power_of_2(num_parts)
-    _row_best_kernel[(num_rows,)](out, best, best_id, row_slots, num_parts, PARTS=parts, num_warps=1)
+    blocks = triton.next_power_of_2(num_blocks)
+    _row_best_kernel[(num_rows,)](out, best, best_id, row_slots, num_blocks, BLOCKS=blocks, num_warps=1)
     return out

@@ -4,14 +4,10 @@ Knows the order of the processors (`specgen.worker.sampler` says it) and the per
 calls the processors one by one, each the twin of its own file. On the device,
 
     touch    logit_bias, n-grams and bad words: a few tokens a row, in place
-    look     rows with a filter: a floor for what the filters leave (`_filter_rows.py`)
-    pass     one read of the logits, in parts: allowed ids, least length, penalties and temperature. A row without
-             filters is drawn from there; of a row with filters, the ids from the floor on are collected
-    finish   draws the rows with filters from what was collected
-    join     the best of a row's parts
-
-Processed logits are only written where they are kept: the pass works with rough ones, and whoever needs a few exact
-ones makes them from the raw logits again (`_processed.py`).
+    pass 1   allowed ids, least length, penalties and temperature, on one read of the logits. A row without filters is
+             drawn from there, and its processed logits are not even written; a row with filters leaves statistics
+    search   the threshold of top-k, top-p and min-p (`_row_thresholds.py`)
+    pass 2   draws rows with filters, from the parts of them that hold a logit from the threshold on
 
 What only sets -inf may come in any order before the filters, since nothing turns -inf into anything else.
 """
@@ -21,27 +17,11 @@ from typing import NamedTuple
 import torch
 
 from specgen.kernels._checks import check, check_same_device
-from specgen.kernels._filter_rows import Collected, _collect, finish, look
-from specgen.kernels._processed import RowTables, _processed, _row_terms, _undivided
-from specgen.kernels._row_thresholds import _limits
+from specgen.kernels._row_thresholds import BLOCK, SUB, RowStats, _clean, _limits, _store_stats, row_thresholds
 from specgen.kernels._triton import tl, triton
 from specgen.kernels.allowed_ids import apply_allowed_ids
 from specgen.kernels.bad_words import apply_bad_words
-from specgen.kernels.gumbel import (
-    BLOCK,
-    DRAW_OPTIONS,
-    LANES,
-    _any,
-    _draw,
-    _load_block,
-    _marks,
-    _places,
-    _row_best,
-    _store_block,
-    draw_grid,
-    gumbel_sample,
-    gumbel_sample_triton,
-)
+from specgen.kernels.gumbel import _draw, gumbel_sample, gumbel_sample_triton
 from specgen.kernels.logit_bias import apply_logit_bias
 from specgen.kernels.min_p import apply_min_p
 from specgen.kernels.min_tokens import apply_min_tokens
@@ -52,7 +32,9 @@ from specgen.kernels.temperature import apply_temperature
 from specgen.kernels.top_k_top_p import apply_top_k_top_p
 from specgen.kernels.typical_p import apply_typical_p
 
-_REMOVED = 4096  # logits of a program
+# Of the kernels that draw: without fused multiply-adds, so that a row's bits do not depend on which of them drew it,
+# nor on what else was compiled into that one.
+_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 
 
 class LogitsRows(NamedTuple):
@@ -195,125 +177,220 @@ def sample_tokens_torch(
 
 
 @triton.jit
-def _pass_kernel(
+def _penalised(
+    logits,
+    token,
+    mask,
+    row,
+    slot,
+    repetition,
+    frequency,
+    presence,
+    spec_ids_ptr,
+    spec_start_ptr,
+    spec_count_ptr,
+    prompt_mask_ptr,
+    prompt_mask_stride,
+    output_counts_ptr,
+    output_counts_stride,
+):
+    """As in `penalties.py`."""
+    count = tl.load(output_counts_ptr + slot * output_counts_stride + token, mask=mask, other=0)
+    spec_start = tl.load(spec_start_ptr + row).to(tl.int64)
+    for i in range(tl.load(spec_count_ptr + row)):
+        count += (token == tl.load(spec_ids_ptr + spec_start + i)).to(tl.int32)
+    word = tl.load(prompt_mask_ptr + slot * prompt_mask_stride + token // 32, mask=mask, other=0)
+    in_prompt = ((word >> (token % 32)) & 1) != 0
+    repeated = tl.where(logits > 0, tl.div_rn(logits, repetition), logits * repetition)
+    value = tl.where(in_prompt | (count > 0), repeated, logits)
+    value = value - frequency * count.to(tl.float32)
+    return value - tl.where(count > 0, presence, 0.0)
+
+
+@triton.jit
+def _first_pass_kernel(
     best_ptr,
     best_id_ptr,
     has_nan_ptr,
-    ids_ptr,
-    count_ptr,
-    floor_ptr,
-    t,
+    tops_ptr,
+    sums_ptr,
+    logits_ptr,
+    logits_stride,
+    row_slots_ptr,
+    positions_ptr,
+    spec_ids_ptr,
+    spec_start_ptr,
+    spec_count_ptr,
+    seeds_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    reach_ptr,
+    repetition_ptr,
+    frequency_ptr,
+    presence_ptr,
+    prompt_mask_ptr,
+    prompt_mask_stride,
+    output_counts_ptr,
+    output_counts_stride,
+    allowed_mask_ptr,
+    allowed_mask_stride,
+    num_allowed_ptr,
+    end_mask_ptr,
+    end_mask_stride,
+    first_end_ptr,
     sharpness,
-    span,
+    vocab_size,
+    num_subs,
     RULES: tl.constexpr,
     PENALTIES: tl.constexpr,
     NOISE: tl.constexpr,
     FILTERS: tl.constexpr,
     KEEP: tl.constexpr,
-    LANES: tl.constexpr,
     BLOCK: tl.constexpr,
-    MAX_COLLECTED: tl.constexpr,
+    SUB: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    slot = tl.load(t.row_slots + row).to(tl.int64)
+    block = tl.program_id(1)
+    num_blocks = tl.num_programs(1)
+    slot = tl.load(row_slots_ptr + row).to(tl.int64)
     if slot < 0:
         return
-    seed = tl.load(t.seeds + slot)
-    position = tl.load(t.positions + row)
-    terms = _row_terms(t, row, slot, RULES, PENALTIES, NOISE)
-    scale = 1.0 / terms[8]
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    mask = token < vocab_size
+    at = logits_ptr + row * logits_stride + token
+    logits = tl.load(at, mask=mask, other=float("-inf"))
+    odd = tl.max((logits != logits).to(tl.int32), axis=0)
+    tl.store(has_nan_ptr + row * num_blocks + block, odd.to(tl.int8))
+    changed = slot < 0
+    if RULES:
+        position = tl.load(positions_ptr + row)
+        if tl.load(num_allowed_ptr + slot) > 0:
+            word = tl.load(allowed_mask_ptr + slot * allowed_mask_stride + token // 32, mask=mask, other=0)
+            logits = tl.where(((word >> (token % 32)) & 1) != 0, logits, float("-inf"))
+            changed = slot >= 0
+        if position + 1 < tl.load(first_end_ptr + slot):
+            word = tl.load(end_mask_ptr + slot * end_mask_stride + token // 32, mask=mask, other=0)
+            logits = tl.where(((word >> (token % 32)) & 1) != 0, float("-inf"), logits)
+            changed = slot >= 0
+    if PENALTIES:
+        repetition = tl.load(repetition_ptr + slot)
+        frequency = tl.load(frequency_ptr + slot)
+        presence = tl.load(presence_ptr + slot)
+        if (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0):
+            logits = _penalised(
+                logits,
+                token,
+                mask,
+                row,
+                slot,
+                repetition,
+                frequency,
+                presence,
+                spec_ids_ptr,
+                spec_start_ptr,
+                spec_count_ptr,
+                prompt_mask_ptr,
+                prompt_mask_stride,
+                output_counts_ptr,
+                output_counts_stride,
+            )
+            changed = slot >= 0
     is_random = slot < 0
     if NOISE:
-        is_random = tl.load(t.temperature + slot) > 0.0
+        temperature = tl.load(temperature_ptr + slot)
+        is_random = temperature > 0.0
+        if is_random & (temperature != 1.0):
+            logits = tl.div_rn(logits, temperature)
+            changed = slot >= 0
     is_filtered = slot < 0
-    floor = tl.full([], float("-inf"), tl.float32)
     if FILTERS:
-        _k, _p, _reach, is_filtered = _limits(t, slot)
-        floor = tl.load(floor_ptr + row, mask=is_filtered, other=0.0)
-        floor = floor - 1e-6 * tl.minimum(tl.abs(floor), 1e30) - 1e-30  # rough logits are a little off
-    if KEEP:
-        scale = tl.full([], 1.0, tl.float32)
-    row_ptr = t.logits + row * t.logits_stride
-    args = (t, row, slot, terms, RULES, PENALTIES, KEEP)
-    best = tl.full([], float("-inf"), tl.float32)
-    best_id = tl.full([], 0x7FFFFFFF, tl.int32)
-    odd = tl.zeros([], tl.int32)
-    for start in range(part * span, tl.minimum((part + 1) * span, t.vocab_size), BLOCK):
-        logits = _load_block(row_ptr, start, t.vocab_size, float("-inf"), LANES, BLOCK)
-        _quad, _of_four, own = _places(start, LANES, BLOCK)
-        raw = logits
-        logits = _undivided(logits, start, t, slot, terms, KEEP, RULES, PENALTIES, LANES, BLOCK)
-        suspect = tl.sum(tl.sum(raw * 0.0, axis=2), axis=0)  # NaN from NaN and infinities
-        if _any((suspect != suspect).to(tl.int32)):
-            odd = tl.maximum(odd, tl.max(tl.max(tl.max((raw != raw).to(tl.int32), axis=2), axis=0), axis=0))
-        if KEEP:
-            logits = tl.div_rn(logits, terms[8])
-            _store_block(row_ptr, logits, start, t.vocab_size, LANES, BLOCK)
-            tl.debug_barrier()  # single ones are read again
+        _k, _p, _reach, is_filtered = _limits(slot, top_k_ptr, top_p_ptr, reach_ptr, vocab_size, True)
+    if changed & (is_filtered | KEEP):
+        tl.store(at, logits, mask=mask)
+    if FILTERS:  # noqa: SIM102 - decided when the kernel is compiled
         if is_filtered:
-            marks = _marks((logits * scale >= floor) & (logits > float("-inf")), own)
-            _collect(ids_ptr + row * MAX_COLLECTED, count_ptr + row, marks, start, LANES, MAX_COLLECTED)
-        else:
-            best, best_id = _draw(
-                best,
-                best_id,
-                logits,
-                scale,
-                start,
-                seed,
-                position,
-                is_random,
-                sharpness,
-                _processed,
-                args,
-                LANES,
-                BLOCK,
-            )
-    out = row * tl.num_programs(1) + part
-    tl.store(best_ptr + out, best)
-    tl.store(best_id_ptr + out, best_id)
-    tl.store(has_nan_ptr + out, odd.to(tl.int8))
+            inside = tl.where(mask, _clean(logits), float("-inf"))
+            _store_stats(tops_ptr, sums_ptr, row, block, num_subs, num_blocks, inside, BLOCK, SUB)
+    if is_filtered == 0:
+        logits = tl.where(mask, logits, float("-inf"))
+        seed = tl.load(seeds_ptr + slot)
+        best, place = _draw(logits, block * BLOCK, seed, tl.load(positions_ptr + row), is_random, sharpness, BLOCK)
+        tl.store(best_ptr + row * num_blocks + block, best)
+        tl.store(best_id_ptr + row * num_blocks + block, block * BLOCK + place)
 
 
 @triton.jit
-def _remove_kernel(threshold_ptr, t, BLOCK: tl.constexpr):
-    """What the filters remove becomes -inf."""
+def _second_pass_kernel(
+    best_ptr,
+    best_id_ptr,
+    threshold_ptr,
+    tops_ptr,
+    logits_ptr,
+    logits_stride,
+    row_slots_ptr,
+    positions_ptr,
+    seeds_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    reach_ptr,
+    sharpness,
+    vocab_size,
+    num_subs,
+    KEEP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SUB: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(t.row_slots + row).to(tl.int64)
-    _k, _p, _reach, is_filtered = _limits(t, slot)
+    block = tl.program_id(1)
+    slot = tl.load(row_slots_ptr + row).to(tl.int64)
+    _k, _p, _reach, is_filtered = _limits(slot, top_k_ptr, top_p_ptr, reach_ptr, vocab_size, True)
     if is_filtered == 0:
         return
-    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = token < t.vocab_size
-    at = t.logits + row * t.logits_stride + token
-    removed = (tl.load(at, mask=inside, other=0.0) >= tl.load(threshold_ptr + row)) == 0  # true for NaN
-    tl.store(at, tl.full([BLOCK], float("-inf"), tl.float32), mask=inside & removed)
+    threshold = tl.load(threshold_ptr + row)
+    out = row * tl.num_programs(1) + block
+    sub = block * (BLOCK // SUB) + tl.arange(0, BLOCK // SUB)
+    top = tl.load(tops_ptr + row * num_subs + sub, mask=sub < num_subs, other=float("-inf"))
+    is_wanted = (top >= threshold) & (top > float("-inf"))
+    if KEEP:
+        is_wanted = sub < num_subs  # what is removed is written, wherever it is
+    if tl.max(is_wanted.to(tl.int32), axis=0) == 0:
+        tl.store(best_ptr + out, float("-inf"))
+        tl.store(best_id_ptr + out, block * BLOCK)
+        return
+    token = sub[:, None] * SUB + tl.arange(0, SUB)[None, :]
+    mask = is_wanted[:, None] & (token < vocab_size)
+    at = logits_ptr + row * logits_stride + token
+    logits = tl.load(at, mask=mask, other=float("-inf"))
+    removed = (logits >= threshold) == 0  # true for NaN
+    if KEEP:
+        tl.store(at, tl.full([BLOCK // SUB, SUB], float("-inf"), tl.float32), mask=mask & removed)
+    logits = tl.reshape(tl.where(removed, float("-inf"), logits), [BLOCK])
+    is_random = tl.load(temperature_ptr + slot) > 0.0
+    seed = tl.load(seeds_ptr + slot)
+    best, place = _draw(logits, block * BLOCK, seed, tl.load(positions_ptr + row), is_random, sharpness, BLOCK)
+    tl.store(best_ptr + out, best)
+    tl.store(best_id_ptr + out, block * BLOCK + place)
 
 
 @triton.jit
 def _join_kernel(
-    out_ptr, has_nan_ptr, best_ptr, best_id_ptr, part_nan_ptr, row_slots_ptr, num_parts, PARTS: tl.constexpr
+    out_ptr, has_nan_ptr, best_ptr, best_id_ptr, block_nan_ptr, row_slots_ptr, num_blocks, BLOCKS: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     if tl.load(row_slots_ptr + row) < 0:
         tl.store(out_ptr + row, 0)
         tl.store(has_nan_ptr + row, False)
         return
-    tl.store(out_ptr + row, _row_best(best_ptr, best_id_ptr, row, num_parts, PARTS))
-    part = tl.arange(0, PARTS)
-    odd = tl.load(part_nan_ptr + row * num_parts + part, mask=part < num_parts, other=0)
+    block = tl.arange(0, BLOCKS)
+    inside = block < num_blocks
+    best = tl.load(best_ptr + row * num_blocks + block, mask=inside, other=float("-inf"))
+    winner = tl.argmax(best, axis=0)  # blocks are in order of ids: the first of equal blocks has the lowest id
+    token = tl.load(best_id_ptr + row * num_blocks + winner)
+    tl.store(out_ptr + row, tl.where(tl.max(best, axis=0) == float("-inf"), 0, token).to(tl.int64))
+    odd = tl.load(block_nan_ptr + row * num_blocks + block, mask=inside, other=0)
     tl.store(has_nan_ptr + row, tl.max(odd.to(tl.int32), axis=0) > 0)
-
-
-def _row_tables(logits: torch.Tensor, rows: LogitsRows, t: SamplingTables) -> RowTables:
-    strided = {
-        f"{name}_stride": getattr(t, name).stride(0)
-        for name in ("prompt_mask", "output_counts", "allowed_mask", "end_mask")
-    }
-    values = {**rows._asdict(), **t._asdict(), **strided}
-    values |= {"logits": logits, "logits_stride": logits.stride(0), "vocab_size": logits.shape[1]}
-    return RowTables(**{name: values[name] for name in RowTables._fields})
 
 
 def sample_tokens_triton(
@@ -331,46 +408,82 @@ def sample_tokens_triton(
         _touch(logits, rows, t)
     filters = wanted.filters or wanted.min_p
     keep = wanted.keep or wanted.typical_p
-    flags = {"RULES": wanted.rules, "PENALTIES": wanted.penalties, "NOISE": wanted.noise}
-    num_parts, span = draw_grid(num_rows, vocab)
-    best = torch.empty((num_rows, num_parts), dtype=torch.float32, device=device)
-    best_id = torch.empty((num_rows, num_parts), dtype=torch.int32, device=device)
-    part_nan = torch.empty((num_rows, num_parts), dtype=torch.int8, device=device)
-    collected = Collected.empty(num_rows if filters else 0, device)
-    on_device = _row_tables(logits, rows, t)
-    if filters:
-        look(collected, on_device, flags, wanted.filters)
-    _pass_kernel[(num_rows, num_parts)](
+    stats = RowStats.empty(num_rows if filters else 0, vocab, device)
+    num_blocks, num_subs = stats.sums.shape[1], stats.tops.shape[1]
+    best = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=device)
+    best_id = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=device)
+    block_nan = torch.empty((num_rows, num_blocks), dtype=torch.int8, device=device)
+    of_row, grid = (logits, logits.stride(0)), (num_rows, num_blocks)
+    limits = (t.top_k, t.top_p, t.min_p_reach)
+    _first_pass_kernel[grid](
         best,
         best_id,
-        part_nan,
-        collected.ids,
-        collected.count,
-        collected.floor,
-        on_device,
+        block_nan,
+        *stats,
+        *of_row,
+        rows.row_slots,
+        rows.positions,
+        rows.spec_ids,
+        rows.spec_start,
+        rows.spec_count,
+        t.seeds,
+        t.temperature,
+        *limits,
+        t.repetition_penalty,
+        t.frequency_penalty,
+        t.presence_penalty,
+        t.prompt_mask,
+        t.prompt_mask.stride(0),
+        t.output_counts,
+        t.output_counts.stride(0),
+        t.allowed_mask,
+        t.allowed_mask.stride(0),
+        t.num_allowed,
+        t.end_mask,
+        t.end_mask.stride(0),
+        t.first_end,
         sharpness,
-        span,
-        **flags,
+        vocab,
+        num_subs,
+        RULES=wanted.rules,
+        PENALTIES=wanted.penalties,
+        NOISE=wanted.noise,
         FILTERS=filters,
         KEEP=keep,
-        LANES=LANES,
-        BLOCK=BLOCK // 2 if wanted.rules or wanted.penalties else BLOCK,  # they take registers
-        MAX_COLLECTED=collected.ids.shape[1],
-        **DRAW_OPTIONS,
+        BLOCK=BLOCK,
+        SUB=SUB,
+        **_OPTIONS,
     )
     if filters:
-        finish(best, best_id, collected, on_device, flags, keep, sharpness)
-    if filters and keep:
-        _remove_kernel[(num_rows, triton.cdiv(vocab, _REMOVED))](collected.threshold, on_device, BLOCK=_REMOVED)
+        threshold = row_thresholds(stats, logits, rows.row_slots, *limits)
+        _second_pass_kernel[grid](
+            best,
+            best_id,
+            threshold,
+            stats.tops,
+            *of_row,
+            rows.row_slots,
+            rows.positions,
+            t.seeds,
+            t.temperature,
+            *limits,
+            sharpness,
+            vocab,
+            num_subs,
+            KEEP=keep,
+            BLOCK=BLOCK,
+            SUB=SUB,
+            **_OPTIONS,
+        )
     _join_kernel[(num_rows,)](
         token_ids,
         has_nan,
         best,
         best_id,
-        part_nan,
+        block_nan,
         rows.row_slots,
-        num_parts,
-        PARTS=triton.next_power_of_2(num_parts),
+        num_blocks,
+        BLOCKS=triton.next_power_of_2(num_blocks),
         num_warps=1,
     )
     if wanted.typical_p:

@@ -199,7 +199,7 @@ def test_a_benchmark_may_accept_by_lot() -> None:
 
 
 def test_a_stop_string_with_line_ends_is_one_line_of_the_written_recipe() -> None:
-    stops = ("\n\n", "a: b # c", "it's \"so\"\t\u2028")
+    stops = ("\n\n", "a: b # c", 'it\'s "so"\t\u2028')
     recipe = recipe_from_settings(overrides={"sampling.stop": list(stops)})
     written = recipe.to_yaml_with_origins()
     assert sum("stop:" in line and "#" in line for line in written.split("\n")) >= 1

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specgen.engine.scheduler import NewRow
-from specgen.kernels import logprobs, no_repeat_ngram, ratio, softcap, typical_p
+from specgen.kernels import logprobs, nan_rows, no_repeat_ngram, ratio, softcap, typical_p
 from specgen.kernels.sample_tokens import LogitsRows, SamplingTables, Wanted, sample_tokens_torch, sample_tokens_triton
 from specgen.sampling_params import SamplingParams
 from specgen.worker.states import RequestStates
@@ -60,10 +60,13 @@ def test_in_place(kernel_device: str, far_rows: Far, op: str) -> None:
     assert not torch.equal(want[-1], logits_of()[-1])
 
 
-def test_logprobs(kernel_device: str, far_rows: Far) -> None:
+def test_logprobs_and_nan_rows(kernel_device: str, far_rows: Far) -> None:
     logits = logits_of()
-    logits[2, 5] = 40.0
+    logits[2, 5] = torch.nan
     far = far_rows(logits)
+    assert nan_rows.nan_rows_triton(far).tolist() == [False, False, True]
+    logits[2, 5] = 40.0
+    far[2, 5] = 40.0
     args = (int32(0, 1, 2), torch.tensor([1, 2, 5]), int32(2, 2, 2))
     got, want = logprobs.Logprobs.empty(ROWS, far.device), logprobs.Logprobs.empty(ROWS, logits.device)
     logprobs.gather_logprobs_triton(far, *(arg.to(kernel_device) for arg in args), got)
@@ -99,15 +102,9 @@ def test_all_in_one(kernel_device: str, far_rows: Far) -> None:
     rows = LogitsRows(int32(0, 0, 1), torch.tensor([2, 3, 2]), torch.tensor([3, 6, 3]), int32(1, 1, 3), int32(0, 1, 0))
     wanted = Wanted(rules=True, penalties=True, noise=True, filters=True, keep=True)
     logits = logits_of()
-    logits[2, 9] = torch.nan
     far = far_rows(logits)
     want = sample_tokens_torch(logits, rows, tables, wanted)
     moved = LogitsRows(*(x.to(kernel_device) for x in rows)), SamplingTables(*(x.to(kernel_device) for x in tables))
-    moved = moved[0], moved[1]._replace(output_counts=far_rows(tables.output_counts))
-    before = far.clone()
-    for keep in (False, True):
-        far.copy_(before)
-        got = sample_tokens_triton(far, *moved, wanted._replace(keep=keep))
-        assert got.token_ids.tolist() == want.token_ids.tolist()
-        assert got.has_nan.tolist() == [False, False, True]
+    got = sample_tokens_triton(far, *moved, wanted)
+    assert got.token_ids.tolist() == want.token_ids.tolist()
     torch.testing.assert_close(far.cpu(), logits, rtol=1e-6, atol=1e-6)
