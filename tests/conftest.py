@@ -16,6 +16,9 @@ sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _R
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is declared
 
+# Tiny tensors on two threads mostly wait for each other; what must hold for two takes the fixture `threads`.
+torch.set_num_threads(1)
+
 
 @pytest.fixture(scope="session")
 def kernel_device() -> str:
