@@ -10,6 +10,7 @@ from specgen.kernels._checks import check, check_same_device
 from specgen.kernels._kv_cache import check_kv_cache, store_kv, write_rows
 from specgen.kernels._triton import pdl, tl, triton, wait_for_inputs
 from specgen.kernels.rms_norm import rms_norm_torch
+from specgen.kernels.rope import rotate
 
 _HEADS = 8  # heads a program
 
@@ -102,29 +103,16 @@ def prepare_qkv_torch(
     table = cos_sin.index_select(0, positions.clamp(0, cos_sin.shape[0] - 1))
     cos, sin = table[:, None].chunk(2, dim=-1)
     rows = torch.empty(num_tokens, 2 * num_kv_heads, q.shape[2], dtype=qkv.dtype)
-    _rotate(k, cos, sin, interleaved, rows[:, :num_kv_heads])
+    rotate(k, cos, sin, interleaved, rows[:, :num_kv_heads])
     rows[:, num_kv_heads:] = v
     write_rows(kv_cache, slot_mapping, rows.view(num_tokens, kv_cache.shape[-1]))
-    return _rotate(q, cos, sin, interleaved, torch.empty(q.shape, dtype=q.dtype))
+    return rotate(q, cos, sin, interleaved)
 
 
 def _norm_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     out = rms_norm_torch(x.reshape(-1, x.shape[2]), weight, eps)
     assert isinstance(out, torch.Tensor)
     return out.view(x.shape)
-
-
-def _rotate(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, out: torch.Tensor
-) -> torch.Tensor:
-    """Fill and return `out` with x [T, H, D], the first elements of each head turned."""
-    half = cos.shape[-1]
-    pairs = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (slice(0, half), slice(half, 2 * half))
-    first, second = x[..., pairs[0]].float(), x[..., pairs[1]].float()
-    out[..., pairs[0]] = first * cos - second * sin
-    out[..., pairs[1]] = second * cos + first * sin
-    out[..., 2 * half :] = x[..., 2 * half :]
-    return out
 
 
 def prepare_qkv_triton(

@@ -19,14 +19,23 @@ def apply_rope(
     """
     table = cos_sin.index_select(0, positions.clamp(0, cos_sin.shape[0] - 1))
     cos, sin = table.chunk(2, dim=-1)
-    return _rotate(q, cos[:, None], sin[:, None], interleaved), _rotate(k, cos, sin, interleaved)
+    return rotate(q, cos[:, None], sin[:, None], interleaved), rotate(k, cos, sin, interleaved)
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    half = x.shape[-1] // 2
-    pairs = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(0, half), slice(half, None))
+def rotate(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return `out`, or a new tensor, with x [..., D], whose first elements are turned; further ones stay as they are.
+
+    cos, sin: [..., P/2] float32, P <= D, of a shape that x broadcasts with. Layout and rounding as in `apply_rope`.
+    """
+    half = cos.shape[-1]
+    pairs = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (slice(0, half), slice(half, 2 * half))
     first, second = x[..., pairs[0]].float(), x[..., pairs[1]].float()
-    out = torch.empty(x.shape, dtype=x.dtype)
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype)
     out[..., pairs[0]] = first * cos - second * sin
     out[..., pairs[1]] = second * cos + first * sin
+    if 2 * half < x.shape[-1]:
+        out[..., 2 * half :] = x[..., 2 * half :]
     return out
