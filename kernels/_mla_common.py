@@ -6,6 +6,7 @@ the sum of the weights is a product with ones, so that it has an order too.
 
 # mypy: ignore-errors
 
+from specgen.kernels._tiles import find_tile as find_any_tile
 from specgen.kernels._triton import tl, triton, wait_for_inputs
 
 NO_MAX = tl.constexpr(-1.0e30)  # running maximum before the first key: finite, so that exp(max - max) is 1, never NaN
@@ -16,29 +17,11 @@ SUM_COLUMNS = tl.constexpr(16)  # the narrowest product
 def find_tile(
     tile, idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES: tl.constexpr, SEARCH: tl.constexpr
 ):
-    """Return a tile's (slot, first row of q, number of queries (0: no such tile), first position).
-
-    A padded request's position is below any key, so that its rows see none.
-    """
-    low = 0
-    high = num_requests
-    for _ in tl.static_range(SEARCH):
-        # The last request whose tiles start at or before this one; low stays below high.
-        middle = (low + high) // 2
-        start = tl.load(query_start_loc_ptr + middle) // QUERIES + middle
-        here = (start <= tile) & (middle < high)
-        low = tl.where(here, middle, low)
-        high = tl.where(here, high, middle)
-    request = low
-    row = tl.load(query_start_loc_ptr + request)
-    query_len = tl.load(query_start_loc_ptr + request + 1) - row
-    offset = (tile - (row // QUERIES + request)) * QUERIES
-    slot = tl.load(idx_mapping_ptr + request)
-    count = tl.minimum(tl.maximum(query_len - offset, 0), QUERIES)
-    position = tl.load(seq_lens_ptr + request) - query_len + offset
-    position = tl.where(slot >= 0, position, -QUERIES)
-    slot = tl.maximum(slot, 0)
-    return slot.to(tl.int64), (row + offset).to(tl.int64), count, position
+    """As `_tiles.find_tile`; a padded request's slot is 0 and its position below any key, so that its rows see none."""
+    slot, q_row, count, position = find_any_tile(
+        tile, idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES, SEARCH
+    )
+    return tl.maximum(slot, 0), q_row, count, tl.where(slot >= 0, position, -QUERIES)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import torch
 from specgen.kernels._checks import check, check_same_device
 from specgen.kernels._triton import pdl, tl, triton, wait_for_inputs
 from specgen.kernels.block_float8_linear import BLOCK, FLOAT8, dequantize_blocks
-from specgen.kernels.moe_experts import ExpertRows, _place_kernel, _scan, moe_experts_torch
+from specgen.kernels.moe_experts import ExpertRows, moe_experts_torch, place_kernel, place_options
 
 # A tile: rows, columns, warps, stages. One for any number of tokens, as in `block_float8_linear`.
 _TILE = (64, 64, 4, 3)
@@ -78,9 +78,9 @@ def block_float8_experts_triton(
     max_tiles = min(num_pairs, num_pairs // height + min(num_experts, num_pairs))
     tile_expert = torch.empty(max_tiles, dtype=torch.int32, device=x.device)
     tile_pairs = torch.empty(max_tiles * height, dtype=torch.int32, device=x.device)
-    _place_kernel[(num_experts + 1,)](
+    place_kernel[(num_experts + 1,)](
         ids, tile_expert, tile_pairs, ids, num_pairs, 0, num_experts, max_tiles, ROWS=height,
-        EXPERTS=triton.next_power_of_2(num_experts), SORTED=False, **_scan(num_pairs), **pdl(),
+        EXPERTS=triton.next_power_of_2(num_experts), SORTED=False, **place_options(num_pairs), **pdl(),
     )  # fmt: skip
     activated = torch.empty(num_pairs, inner, dtype=x.dtype, device=x.device)
     for source, weights, scale, target, num_columns, width, pairs_a_row in (

@@ -15,6 +15,7 @@ import torch
 from specgen.kernels._checks import check, check_same_device
 from specgen.kernels._kv_cache import check_kv_cache
 from specgen.kernels._mla_plan import KEYS, Slab, plan_slabs
+from specgen.kernels._tiles import find_tile
 from specgen.kernels._triton import pdl, tl, triton, wait_for_inputs
 from specgen.kernels.float8_linear import FLOAT8
 from specgen.kernels.linear import item_product, rows_keep_bits
@@ -269,30 +270,6 @@ def gqa_attention_triton(
 
 
 @triton.jit
-def _find_tile(
-    tile, idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES: tl.constexpr, SEARCH: tl.constexpr
-):
-    """Return a tile's (slot, -1 if padded, first row of q, number of queries (0: no such tile), first position)."""
-    low = 0
-    high = num_requests
-    for _ in tl.static_range(SEARCH):
-        # The last request whose tiles start at or before this one; low stays below high.
-        middle = (low + high) // 2
-        start = tl.load(query_start_loc_ptr + middle) // QUERIES + middle
-        here = (start <= tile) & (middle < high)
-        low = tl.where(here, middle, low)
-        high = tl.where(here, high, middle)
-    request = low
-    row = tl.load(query_start_loc_ptr + request)
-    query_len = tl.load(query_start_loc_ptr + request + 1) - row
-    offset = (tile - (row // QUERIES + request)) * QUERIES
-    slot = tl.load(idx_mapping_ptr + request)
-    count = tl.minimum(tl.maximum(query_len - offset, 0), QUERIES)
-    position = tl.load(seq_lens_ptr + request) - query_len + offset
-    return slot.to(tl.int64), (row + offset).to(tl.int64), count, position
-
-
-@triton.jit
 def _gqa_step(
     start,
     end,
@@ -386,7 +363,7 @@ def _gqa_kernel(
 ):
     """One tile's rows against all keys, or BY_SPLIT against one split's: then its partial (acc, max, sum) is kept."""
     wait_for_inputs(PDL)
-    slot, q_row, count, position = _find_tile(
+    slot, q_row, count, position = find_tile(
         tl.program_id(0), idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES, SEARCH
     )
     num_keys = tl.where(slot >= 0, position + count, 0)
@@ -484,7 +461,7 @@ def _gqa_join_kernel(
     row = tl.program_id(2)
     in_group = (tl.program_id(1) % PARTS) * HEADS + row % HEADS
     query = row // HEADS
-    slot, q_row, count, position = _find_tile(
+    slot, q_row, count, position = find_tile(
         tl.program_id(0), idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES, SEARCH
     )
     if (query < count) & (in_group < GROUP):

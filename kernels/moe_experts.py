@@ -132,8 +132,8 @@ def moe_experts_grouped(x: torch.Tensor, ids: torch.Tensor, w13: torch.Tensor, w
     order = torch.empty(num_pairs, dtype=torch.int32, device=x.device)
     ends = torch.empty(num_experts, dtype=torch.int32, device=x.device)
     places = torch.empty_like(ids)
-    _place_kernel[(num_experts + 1,)](
-        ids, ends, order, places, num_pairs, 0, num_experts, 0, ROWS=1, **_scan(num_pairs),
+    place_kernel[(num_experts + 1,)](
+        ids, ends, order, places, num_pairs, 0, num_experts, 0, ROWS=1, **place_options(num_pairs),
         EXPERTS=triton.next_power_of_2(num_experts), SORTED=True, **pdl(),
     )  # fmt: skip
     rows = x.index_select(0, order // ids.shape[1])
@@ -165,8 +165,8 @@ def moe_experts_triton(
     return ExpertRows(out, None)
 
 
-def _scan(num_pairs: int) -> dict[str, int]:
-    """Options of `_place_kernel` for so many pairs: fewer, wider steps for many."""
+def place_options(num_pairs: int) -> dict[str, int]:
+    """Options of `place_kernel` for so many pairs: fewer, wider steps for many."""
     return {"SCAN": 4 * _SCAN, "num_warps": 8} if num_pairs > 8 * _SCAN else {"SCAN": _SCAN, "num_warps": 4}
 
 
@@ -195,9 +195,9 @@ def _run_experts(
     tile_expert = torch.empty(max_tiles, dtype=torch.int32, device=x.device)
     tile_pairs = torch.empty(max_tiles * rows, dtype=torch.int32, device=x.device)
     experts = triton.next_power_of_2(w2.shape[0])
-    _place_kernel[(last - first + 1,)](
+    place_kernel[(last - first + 1,)](
         ids, tile_expert, tile_pairs, ids, num_pairs, first, last, max_tiles, ROWS=rows, EXPERTS=experts, SORTED=False,
-        **_scan(num_pairs), **pdl(),
+        **place_options(num_pairs), **pdl(),
     )  # fmt: skip
     columns, step, by_tma, warps, stages = _TILES[rows]
     grid = {"ROWS": rows, "COLUMNS": columns, "INNER": step, "num_warps": warps, "num_stages": stages, **pdl()}
@@ -215,7 +215,7 @@ def _run_experts(
 
 
 @triton.jit(do_not_specialize=["num_pairs", "max_tiles"])
-def _place_kernel(
+def place_kernel(
     ids_ptr,
     tile_expert_ptr,
     tile_pairs_ptr,

@@ -200,7 +200,7 @@ def test_sorting_gives_order_ends_and_places(kernel_device: str) -> None:
     order, places = torch.full((6,), -7, dtype=torch.int32, device=kernel_device), torch.full_like(ids, -7)
     ends = torch.full((4,), -7, dtype=torch.int32, device=kernel_device)
     options = {"ROWS": 1, "SCAN": 16, "EXPERTS": 4, "SORTED": True, "PDL": False}
-    module._place_kernel[(5,)](ids, ends, order, places, 6, 0, 4, 0, **options)
+    module.place_kernel[(5,)](ids, ends, order, places, 6, 0, 4, 0, **options)
     assert order.tolist() == [1, 2, 5, 0, 4, 3]
     assert ends.tolist() == [3, 3, 5, 6]
     assert places.tolist() == [[3, 0], [1, 5], [4, 2]]
