@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import re
 from collections.abc import Callable
@@ -77,6 +78,13 @@ def available_memory() -> tuple[int, int]:
     return free + _status_bytes("VmRSS"), free
 
 
+def _release_free_memory() -> None:
+    """Give back what is not in use: a step that reused it would seem small, one that freed it smaller than it is."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # glibc's; other C libraries keep less
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def _measure_cpu(run_largest_step: Callable[[], None]) -> tuple[int, int, int]:
     """(total, used, step_peak) of the process; the peak is what the resident set grew by, at its highest."""
     if not Path("/proc/self/status").is_file():  # no procfs (macOS): the machine's memory is not known this way
@@ -86,7 +94,7 @@ def _measure_cpu(run_largest_step: Callable[[], None]) -> tuple[int, int, int]:
         run_largest_step()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         return before + 4 * 2**30, before, peak
-    gc.collect()  # what is freed while the step runs would be taken off its peak
+    _release_free_memory()
     used = _status_bytes("VmRSS")
     total = _cpu_available() + used
     with contextlib.suppress(OSError):

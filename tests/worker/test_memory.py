@@ -90,6 +90,20 @@ def test_the_peak_of_a_step_is_measured() -> None:
     assert_adds_up(budget)
 
 
+def test_memory_kept_by_malloc_does_not_hide_a_step() -> None:
+    """400 MiB in chunks that malloc keeps: a step must neither live in them nor be measured while they are returned."""
+    torch.ones(31 * MIB, dtype=torch.uint8)  # once freed, malloc takes what is smaller from its heap
+    kept = [torch.ones(20 * MIB, dtype=torch.uint8) for _ in range(20)]
+    last = torch.ones(MIB, dtype=torch.uint8)
+    del kept
+
+    def step() -> None:
+        torch.ones(8 * MIB, dtype=torch.uint8)
+
+    assert plan_memory(CPU, step, MIB, 0.9, 10, None, False).step_peak > 6 * MIB
+    del last
+
+
 def test_a_workers_pool_is_its_budget(tiny: Path) -> None:
     """Target and draft layers share every block (U46: nobody claims the memory twice)."""
     for k, num_layers in ((0, 2), (2, 3)):
