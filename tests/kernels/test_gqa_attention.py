@@ -1,98 +1,28 @@
-"""Grouped-query attention: naive float64 values, kernel and twin, and the law: a row's bits are its own.
+"""Grouped-query attention: naive float64 values, kernel and twin, and the law: a row's bits are its own."""
 
-Every test's cache is NaN wherever the step didn't write (case U08), blocks lie at random places.
-"""
-
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
+from paged_model import LENGTH, MIXED, SCALE, Op, PagedModel, Part
 
 from specgen.kernels import gqa_attention as module
 from specgen.kernels.gqa_attention import gqa_attention, gqa_attention_torch, gqa_attention_triton
 
-SCALE = 0.3
-LENGTH = 160
-Op = Callable[..., torch.Tensor]
 
-
-class Part(NamedTuple):
-    """`query_len` queries of a slot that end at position seq_len - 1; slot -1 is a padded request."""
-
-    slot: int
-    seq_len: int
-    query_len: int
-
-
-class Model:
-    """Keys and queries of three slots at every position, and the paged cache they lie in."""
+class Model(PagedModel):
+    """Keys and values of a few heads."""
 
     def __init__(self, heads: int = 6, kv_heads: int = 2, dim: int = 16, block_size: int = 16, seed: int = 0) -> None:
-        torch.manual_seed(0)
-        self.kv_heads, self.dim, self.block_size = kv_heads, dim, block_size
-        self.keys = torch.randn(3, LENGTH, 2 * kv_heads * dim)
-        self.queries = torch.randn(3, LENGTH, heads, dim)
-        num_blocks = -(-LENGTH // block_size)
-        generator = torch.Generator().manual_seed(seed)
-        self.tables = torch.randperm(3 * num_blocks + 5, generator=generator)[: 3 * num_blocks].view(3, -1).int()
-
-    def cache(
-        self, parts: Sequence[Part], written_from: int = 0, holes: Sequence[tuple[int, int]] = ()
-    ) -> torch.Tensor:
-        """Return a cache with the parts' keys from a position on, NaN elsewhere and in the holes (slot, position)."""
-        cache = torch.full((int(self.tables.max()) + 1, self.block_size, self.keys.shape[2]), torch.nan)
-        for slot, seq_len, _ in parts:
-            if slot >= 0:
-                written = [p for p in range(written_from, seq_len) if (slot, p) not in holes]
-                position = torch.tensor(written, dtype=torch.int64)
-                block = self.tables[slot, position // self.block_size].long()
-                cache[block, position % self.block_size] = self.keys[slot, position]
-        return cache
-
-    def args(self, parts: Sequence[Part], padding: int, key_start: int, cache: torch.Tensor, device: str) -> list[Any]:
-        """Return the step's arguments, with rows of padding at the end."""
-        none = torch.full((LENGTH, *self.queries.shape[2:]), torch.nan)
-        rows = [self.queries[slot, end - n : end] if slot >= 0 else none[:n] for slot, end, n in parts]
-        q = torch.cat([*rows, none[:padding]])
-        lens = torch.tensor([0, *(part.query_len for part in parts)])
-        return [
-            q.to(device),
-            cache.to(device),
-            self.tables.to(device),
-            torch.tensor([part.slot for part in parts], dtype=torch.int32, device=device),
-            lens.cumsum(0).int().to(device),
-            torch.tensor([part.seq_len for part in parts], dtype=torch.int32, device=device),
-            self.kv_heads,
-            SCALE,
-            max(part.query_len for part in parts),
-            max(part.seq_len for part in parts),
-            key_start,
-        ]
-
-    def run(
-        self, op: Op, device: str, parts: Sequence[Part], padding: int = 0, key_start: int = 0, **cache_options: Any
-    ) -> dict[tuple[int, int], torch.Tensor]:
-        """Return {(slot, position): result [H, D]}, having checked that padded requests are zero."""
-        cache = self.cache(parts, key_start, **cache_options)
-        out = op(*self.args(parts, padding, key_start, cache, device)).cpu()
-        results, row = {}, 0
-        for slot, seq_len, query_len in parts:
-            for position in range(seq_len - query_len, seq_len):
-                if slot < 0:
-                    assert not out[row].any()
-                else:
-                    results[slot, position] = out[row]
-                row += 1
-        return results
+        super().__init__(2 * kv_heads * dim, (heads, dim), kv_heads, block_size, seed)
 
     def naive(self, slot: int, position: int, key_start: int = 0) -> torch.Tensor:
         """Return one row in float64: softmax over all keys it may see."""
-        rows = self.keys[slot, key_start : position + 1].double().view(-1, 2, self.kv_heads, self.dim)
+        rows = self.keys[slot, key_start : position + 1].double().view(-1, 2, self.layout, self.queries.shape[3])
         query = self.queries[slot, position].double()
         if not len(rows):
             return torch.zeros(query.shape, dtype=torch.float32)
-        keys, values = rows.repeat_interleave(len(query) // self.kv_heads, 2).unbind(1)
+        keys, values = rows.repeat_interleave(len(query) // self.layout, 2).unbind(1)
         weights = torch.softmax(torch.einsum("hd,shd->hs", query, keys) * SCALE, dim=-1)
         return torch.einsum("hs,shd->hd", weights, values).float()
 
@@ -110,9 +40,6 @@ def op(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Op:
 def device(op: Op, kernel_device: str) -> str:
     """The kernel's device, and the CPU for the twin."""
     return kernel_device if op is gqa_attention_triton else "cpu"
-
-
-MIXED = [Part(1, 133, 5), Part(-1, 0, 3), Part(0, 70, 1), Part(2, 9, 9)]
 
 
 @pytest.mark.parametrize(
@@ -198,7 +125,7 @@ def test_a_program_a_split_and_a_loop_over_the_splits_give_the_same_bits(
 
 
 def test_twin_where_the_place_in_a_tile_matters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "rows_keep_bits", lambda *_: False)
+    monkeypatch.setattr(module, "tile_queries", lambda *_: 1)
     model = Model()
     whole = model.run(gqa_attention, "cpu", [Part(1, 139, 139)])
     for (slot, position), row in model.run(gqa_attention, "cpu", [Part(1, 139, 11)]).items():
