@@ -1,4 +1,4 @@
-"""Latent attention: naive float64 values, kernel and twin, and the law: a row's bits are its own however it is called."""
+"""Latent attention: naive float64 values, kernel and twin, and the law: a row's bits are its own in any call."""
 
 from typing import Any
 
