@@ -1,4 +1,4 @@
-"""How the CPU's latent attention cuts a step into tiles of queries and chunks of keys. It knows positions, not numbers.
+"""How the CPU's attentions cut a step into tiles of queries and chunks of keys. It knows positions, not numbers.
 
 A tile has a fixed number of query rows and meets the chunks in a fixed order, counted from position 0; which tiles run
 together is a matter of speed alone.
@@ -11,7 +11,9 @@ import numpy as np
 import torch
 
 KEYS = 64  # keys a chunk
-_SLAB_TILES = 64  # tiles whose keys are gathered at once: a megabyte stays in the cache
+# Items (a tile and a chunk) whose keys are gathered at once, and those of tiles that share one gathered copy.
+_SLAB_ITEMS = 192
+_SHARED_ITEMS = 512
 _SHARING_TILES = 8  # from so many tiles on, a request's tiles use one gathered copy of its keys
 
 
@@ -19,8 +21,6 @@ class Chunk(NamedTuple):
     """One chunk of keys for the first `active` tiles of a slab."""
 
     active: int
-    slots: torch.Tensor  # cache slots to gather: [active * KEYS] int64, or [KEYS] for a slab that shares them
-    mixed: torch.Tensor | None  # gathered rows that some query of the tile sees and an earlier one doesn't
     hidden: torch.Tensor | None  # [active, Q, 1, KEYS] bool, keys that a query doesn't see
 
 
@@ -32,7 +32,12 @@ class Slab(NamedTuple):
     used: torch.Tensor | None  # which of them carry a query; None: all
     out_rows: torch.Tensor  # their rows of the output
     has_empty_rows: bool  # some query sees no key at all
+    shared: bool  # one gathered copy of each chunk's keys does for all tiles
     chunks: list[Chunk]
+    slots: torch.Tensor  # [g * KEYS] int64, cache slots to gather: of each chunk, for each of its tiles or once
+    mixed: torch.Tensor | None  # which of them some query of a tile sees and an earlier one doesn't
+    item_tiles: torch.Tensor  # [sum of active] int64, the tile of each chunk's items
+    cache_rows: dict[tuple[int, ...], torch.Tensor]  # what the layers of a step make of `slots`, by the form of a cache
 
 
 @functools.lru_cache(maxsize=4)
@@ -56,9 +61,11 @@ def plan_slabs(
     order = np.argsort(-(first + count), kind="stable")
     order = order[(first + count)[order] > 0]
     long = num_tiles[request[order]] >= _SHARING_TILES
-    groups = [order[request[order] == r] for r in np.unique(request[order[long]])]
-    rest = order[~long]
-    groups += [rest[i : i + _SLAB_TILES] for i in range(0, len(rest), _SLAB_TILES)]
+    last = first + count - 1
+    groups = []
+    for r in np.unique(request[order[long]]):
+        groups += _cut(order[request[order] == r], last, key_start, _SHARED_ITEMS)
+    groups += _cut(order[~long], last, key_start, _SLAB_ITEMS)
     block_tables = np.frombuffer(tables, dtype=np.int32).reshape(len(query_lens), -1)
     return [
         _plan_slab(
@@ -72,6 +79,17 @@ def plan_slabs(
         )
         for group in groups
     ]
+
+
+def _cut(tiles: np.ndarray, last: np.ndarray, key_start: int, num_items: int) -> list[np.ndarray]:
+    """Return the tiles, those with the furthest last position first, in groups of about so many items."""
+    groups = []
+    while len(tiles):
+        num_chunks = max(int(last[tiles[0]]) - key_start, 0) // KEYS + 1
+        size = max(1, num_items // num_chunks)
+        groups.append(tiles[:size])
+        tiles = tiles[size:]
+    return groups
 
 
 def _plan_slab(
@@ -89,7 +107,9 @@ def _plan_slab(
     token_rows = (first_row[:, None] + np.minimum(in_tile, count[:, None] - 1)).reshape(-1)
     last = first + count - 1
     share = len(first) >= _SHARING_TILES and bool((block_tables == block_tables[0]).all())
-    chunks = []
+    chunks: list[Chunk] = []
+    slots, mixed = [], []
+    num_gathered = 0
     origin = key_start - key_start % KEYS
     for start in range(origin, max(int(last[0]), origin) + 1, KEYS):
         active = len(first) if start == origin else int(np.count_nonzero(last >= start))
@@ -99,22 +119,23 @@ def _plan_slab(
         # A hidden column stands for the request's first key, which is written whenever any of its keys is.
         key = np.where(seen, positions, np.minimum(key_start, last[:gathered, None]))
         blocks = block_tables[np.arange(gathered)[:, None], key // block_size].astype(np.int64)
+        slots.append((blocks * block_size + key % block_size).reshape(-1))
         first_seen = first[:active].min() if share else first[:active, None]
-        mixed = np.flatnonzero(seen & (positions > first_seen))
+        mixed.append(num_gathered * KEYS + np.flatnonzero(seen & (positions > first_seen)))
+        num_gathered += gathered
         hidden = (positions > (first[:active, None] + in_tile)[:, :, None]) | (positions < key_start)
-        chunks.append(
-            Chunk(
-                active,
-                torch.from_numpy((blocks * block_size + key % block_size).reshape(-1)),
-                torch.from_numpy(mixed) if len(mixed) else None,
-                torch.from_numpy(hidden[:, :, None]) if hidden.any() else None,
-            )
-        )
+        chunks.append(Chunk(active, torch.from_numpy(hidden[:, :, None]) if hidden.any() else None))
+    all_mixed = np.concatenate(mixed)
     return Slab(
         len(first),
         torch.from_numpy(token_rows),
         None if used.all() else torch.from_numpy(np.flatnonzero(used)),
         torch.from_numpy(token_rows[used]),
         bool(first.min() < key_start),
+        share,
         chunks,
+        torch.from_numpy(np.concatenate(slots)),
+        torch.from_numpy(all_mixed) if len(all_mixed) else None,
+        torch.from_numpy(np.concatenate([np.arange(chunk.active) for chunk in chunks])),
+        {},
     )

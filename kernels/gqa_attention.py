@@ -1,12 +1,12 @@
 """Paged, causal grouped-query attention: several query heads share one key head and one value head.
 
 A row (one query token of one head) has one arithmetic whether it comes as decode, verification or prefill chunk, as in
-`mla_attention`: tiles of a fixed number of rows, keys in a fixed order of chunks counted from position 0, running
-softmax in float32; keys that a row can't see change nothing in it. On CUDA the keys are cut into splits of a fixed
-number, each summed from nothing, and the splits' results are joined in their order. Few tiles give each split a program
-and are joined by a second kernel, many tiles loop over their splits: the same operations in the same order, none of
-them contracted, so the choice is one of speed. Unwritten slots may hold NaN: keys outside a row's range are masked, and
-their values cleared, before they are multiplied.
+`mla_attention`: tiles of a fixed number of rows, keys in a fixed order of chunks counted from position 0, softmax in
+float32; keys that a row can't see change nothing in it. On CUDA the softmax runs along with the keys, and these are
+cut into splits of a fixed number, each summed from nothing, and the splits' results are joined in their order. Few
+tiles give each split a program and are joined by a second kernel, many tiles loop over their splits: the same
+operations in the same order, none of them contracted, so the choice is one of speed. Unwritten slots may hold NaN:
+keys outside a row's range are masked, and their values cleared, before they are multiplied.
 """
 
 import numpy as np
@@ -15,12 +15,11 @@ import torch
 from specgen.kernels._checks import check, check_same_device
 from specgen.kernels._kv_cache import check_kv_cache
 from specgen.kernels._mla_plan import KEYS, Slab, plan_slabs
+from specgen.kernels._tile_attention import attend, pad_heads, tile_queries
 from specgen.kernels._tiles import find_tile
 from specgen.kernels._triton import pdl, tl, triton, wait_for_inputs
 from specgen.kernels.float8_linear import FLOAT8
-from specgen.kernels.linear import item_product, rows_keep_bits
 
-_CPU_QUERIES = 4  # query tokens a tile
 # On CUDA: rows of a tile (queries x heads of a group), keys a step, keys of a split. Never a function of the batch.
 _TILE_ROWS = 32
 _STEP_KEYS = 64
@@ -103,10 +102,10 @@ def gqa_attention_torch(
     max_seq_len: int,
     key_start: int = 0,
 ) -> torch.Tensor:
-    """Return what `gqa_attention` returns, in plain torch: many tiles at once, their chunks one after the other."""
+    """Return what `gqa_attention` returns, in plain torch: many tiles and their chunks at once."""
     num_heads, head_dim = q.shape[1:]
     group, block_size = num_heads // num_kv_heads, kv_cache.shape[1]
-    queries = _CPU_QUERIES if _tile_rows_keep_bits(_CPU_QUERIES * group, head_dim) else 1
+    queries = tile_queries(group, head_dim, head_dim, max_query_len)
     out = torch.zeros_like(q)
     slots = idx_mapping.numpy()
     if not len(slots):
@@ -125,64 +124,40 @@ def gqa_attention_torch(
     for slab in slabs:
         rows = q.index_select(0, slab.token_rows).float().mul_(scale)
         tiles = rows.view(slab.num_tiles, queries, num_kv_heads, group, head_dim).transpose(1, 2)
-        # Tiles that share their keys take the key heads one by one: an item's keys then need no copy for each tile.
-        share = len(slab.chunks[0].slots) < slab.num_tiles * KEYS
-        parts = [tiles[:, h : h + 1] for h in range(num_kv_heads)] if share else [tiles]
-        done = [_attend(part, cache, slab, i, 2 * num_kv_heads) for i, part in enumerate(parts)]
-        rows = torch.cat(done, 1).transpose(1, 2).reshape(-1, num_heads, head_dim)
+        # Tiles that share their keys take the key heads one by one: a key then needs no copy for each tile.
+        parts = [(tiles, 0)] if not slab.shared else [(tiles[:, h : h + 1], h) for h in range(num_kv_heads)]
+        done = [_attend_heads(part, cache, slab, h, 2 * num_kv_heads) for part, h in parts]
+        rows = (done[0] if len(done) == 1 else torch.cat(done, 1)).transpose(1, 2).reshape(-1, num_heads, head_dim)
         if slab.used is not None:
             rows = rows.index_select(0, slab.used)
         out.index_copy_(0, slab.out_rows, rows.to(q.dtype))
     return out
 
 
-def _tile_rows_keep_bits(rows: int, head_dim: int) -> bool:
-    """Whether both products of a tile give a row the same bits wherever it stands in the tile."""
-    return rows_keep_bits(rows, head_dim, KEYS, True, torch.float32) and rows_keep_bits(
-        rows, KEYS, head_dim, False, torch.float32
-    )
-
-
-def _attend(q: torch.Tensor, cache: torch.Tensor, slab: Slab, first_head: int, stride: int) -> torch.Tensor:
+def _attend_heads(q: torch.Tensor, cache: torch.Tensor, slab: Slab, first_head: int, stride: int) -> torch.Tensor:
     """Return the results of a slab's tiles [n, h, Q, G, D] float32.
 
     q: [n, h, Q, G, D] for the h key heads from `first_head` on; cache: [slots * stride, D], `stride` rows a slot.
     """
     num_tiles, heads, queries, group, head_dim = q.shape
-    items = q.reshape(num_tiles * heads, queries * group, head_dim)
-    head = torch.arange(first_head, first_head + heads)[:, None]
-    for i, chunk in enumerate(slab.chunks):
-        active = chunk.active * heads
-        rows = (chunk.slots.view(-1, 1, KEYS) * stride + head).flatten()
-        keys = cache.index_select(0, rows).float().view(-1, KEYS, head_dim).expand(active, -1, -1)
-        values = cache.index_select(0, rows + stride // 2).float()
-        if chunk.mixed is not None:
-            # Such a value may be unwritten (a rejected draft's), and 0 * NaN would reach the queries before it.
-            by_tile = values.view(-1, heads, KEYS, head_dim)
-            tile, key = chunk.mixed // KEYS, chunk.mixed % KEYS
-            by_tile[tile, :, key] = by_tile[tile, :, key].nan_to_num_(0.0, 0.0, 0.0)
-        values = values.view(-1, KEYS, head_dim).expand(active, -1, -1)
-        scores = item_product(items[:active], keys.transpose(1, 2))
-        if chunk.hidden is not None:
-            by_query = scores.view(chunk.active, heads, queries, group, KEYS)
-            by_query.masked_fill_(chunk.hidden[:, None], float("-inf"))
-        chunk_max = scores.amax(-1, keepdim=True)
-        if i == 0:
-            row_max = chunk_max.clamp_(min=_NO_MAX)
-            weights = scores.sub_(row_max).exp_()
-            row_sum = weights.sum(-1, keepdim=True)
-            acc = item_product(weights, values)
-            continue
-        new_max = torch.maximum(row_max[:active], chunk_max)
-        decay = (row_max[:active] - new_max).exp_()
-        weights = scores.sub_(new_max).exp_()
-        row_sum[:active].mul_(decay).add_(weights.sum(-1, keepdim=True))
-        acc[:active].mul_(decay).add_(item_product(weights, values))
-        row_max[:active] = new_max
-    acc.div_(row_sum)
-    if slab.has_empty_rows:
-        acc.masked_fill_(row_sum == 0, 0.0)
-    return acc.view(q.shape)
+    tiles = pad_heads(q, queries)
+    key_rows = slab.cache_rows.get((first_head, heads, stride))
+    if key_rows is None:
+        head = torch.arange(first_head, first_head + heads)[:, None]
+        key_rows = (slab.slots.view(-1, 1, KEYS) * stride + head).flatten()
+        slab.cache_rows[first_head, heads, stride] = key_rows
+    keys = cache.index_select(0, key_rows).float().view(-1, heads, KEYS, head_dim)
+    values = cache[stride // 2 :].index_select(0, key_rows).float().view(-1, heads, KEYS, head_dim)
+    if slab.mixed is not None:
+        # Such a value may be unwritten (a rejected draft's), and 0 * NaN would reach the queries before it.
+        mixed_rows = slab.cache_rows.get((heads,))
+        if mixed_rows is None:
+            by_key = (slab.mixed // KEYS * heads)[:, None] + torch.arange(heads)
+            mixed_rows = slab.cache_rows[(heads,)] = (by_key * KEYS + (slab.mixed % KEYS)[:, None]).flatten()
+        flat = values.view(-1, head_dim)
+        flat.index_copy_(0, mixed_rows, flat.index_select(0, mixed_rows).nan_to_num_(0.0, 0.0, 0.0))
+    out = attend(tiles.reshape(num_tiles, heads, -1, head_dim), keys, values, slab).view(tiles.shape)
+    return out[..., :group, :]
 
 
 def gqa_attention_triton(

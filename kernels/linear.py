@@ -144,6 +144,11 @@ def rows_keep_bits(rows: int, inner: int, columns: int, transposed: bool, dtype:
     return _items_are_stable(rows, inner, columns, not transposed, dtype, torch.get_num_threads())
 
 
+def rows_agree(rows: int, of: int, inner: int, columns: int, transposed: bool, dtype: torch.dtype) -> bool:
+    """Whether `rows` rows give the same bits in an item of their own as in `item_product`'s items of `of` rows."""
+    return _items_agree(rows, of, inner, columns, not transposed, dtype, torch.get_num_threads())
+
+
 def cpu_linear_mode() -> str:
     """Return how the CPU's products have been made so far, for logs: `direct`, `blocked`, `single` or `mixed`."""
     modes = set(_MODES.values())
@@ -218,3 +223,17 @@ def _items_are_stable(rows: int, inner: int, columns: int, plain: bool, dtype: t
     counts = all(torch.equal(torch.bmm(a[2 : 2 + n], b[2 : 2 + n]), whole[2 : 2 + n]) for n in _TEST_ITEMS)
     places = all(torch.equal(torch.bmm(a.roll(r, 1), b), whole.roll(r, 1)) for r in {1, rows // 2, rows - 1})
     return counts and places
+
+
+@functools.cache
+def _items_agree(rows: int, of: int, inner: int, columns: int, plain: bool, dtype: torch.dtype, threads: int) -> bool:
+    """Whether items of `rows` rows have the bits of the first rows of items of `of` rows, in batches of any size."""
+    if not all(_items_are_stable(n, inner, columns, plain, dtype, threads) for n in (rows, of)):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(max(_TEST_ITEMS), of, inner, generator=generator).to(dtype)
+    b_shape = (inner, columns) if plain else (columns, inner)
+    b = torch.randn(a.shape[0], *b_shape, generator=generator).to(dtype)
+    b = b if plain else b.transpose(1, 2)
+    short = a[:, :rows].contiguous()
+    return all(torch.equal(torch.bmm(short[:n], b[:n]), torch.bmm(a[:n], b[:n])[:, :rows]) for n in _TEST_ITEMS)

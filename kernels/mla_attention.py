@@ -1,13 +1,13 @@
 """Paged, causal multi-head latent attention in absorbed form: queries against the cached latents themselves.
 
 A row (one query token, all heads) has one arithmetic whether it comes as decode, verification or prefill chunk: tiles
-of a fixed number of query rows, keys in a fixed order of chunks counted from position 0, running softmax in float32. A
-chunk that a row can't see changes nothing in it (factor 1, sum + 0), so neighbours, chunking, padding and block
-placement don't reach its bits. Unwritten slots may hold NaN: keys outside a row's range are masked, and their values
-cleared, before they are multiplied. On CUDA a long context is cut into splits of a fixed number of keys, whose partial
-results are joined in their order; one split gives the same bits as a join of one, so the bound `max_seq_len` doesn't
-matter either. Measured on the CPU (AVX-512, 1 and 2 threads): bmm's item bits depend neither on the number of items nor
-on the row's place.
+of a fixed number of query rows, keys in a fixed order of chunks counted from position 0, softmax in float32 (on CUDA
+running along with the keys). A chunk that a row can't see changes nothing in it (factor 1, sum + 0), so neighbours,
+chunking, padding and block placement don't reach its bits. Unwritten slots may hold NaN: keys outside a row's range
+are masked, and their values cleared, before they are multiplied. On CUDA a long context is cut into splits of a fixed
+number of keys, whose partial results are joined in their order; one split gives the same bits as a join of one, so the
+bound `max_seq_len` doesn't matter either. Measured on the CPU (AVX-512, 1 and 2 threads): bmm's item bits depend
+neither on the number of items nor on the row's place.
 """
 
 import numpy as np
@@ -19,10 +19,9 @@ from specgen.kernels._mla_common import mla_join_kernel
 from specgen.kernels._mla_plan import KEYS, Slab, plan_slabs
 from specgen.kernels._mla_whole import mla_split_kernel
 from specgen.kernels._mla_wide import mla_scores_kernel, mla_values_kernel
+from specgen.kernels._tile_attention import attend, pad_heads, tile_queries
 from specgen.kernels._triton import pdl, triton
-from specgen.kernels.linear import item_product, rows_keep_bits
 
-_CPU_QUERIES = 4  # query tokens a tile
 # On CUDA: rows of a tile (queries x heads), keys a step, keys of a split. Never a function of the batch.
 _TILE_ROWS = 64
 _STEP_KEYS = 64
@@ -110,10 +109,10 @@ def mla_attention_torch(
     max_seq_len: int,
     key_start: int = 0,
 ) -> torch.Tensor:
-    """Return what `mla_attention` returns, in plain torch: many tiles at once, their chunks one after the other."""
+    """Return what `mla_attention` returns, in plain torch: many tiles and their chunks at once."""
     num_heads, width = q.shape[1:]
     block_size = kv_cache.shape[1]
-    queries = _CPU_QUERIES if _tile_rows_keep_bits(_CPU_QUERIES * num_heads, width, kv_lora_rank) else 1
+    queries = tile_queries(num_heads, width, kv_lora_rank, max_query_len)
     out = q.new_zeros(q.shape[0], num_heads, kv_lora_rank)
     slots = idx_mapping.numpy()
     if not len(slots):
@@ -137,46 +136,18 @@ def mla_attention_torch(
     return out
 
 
-def _tile_rows_keep_bits(rows: int, width: int, rank: int) -> bool:
-    """Whether both products of a tile give a row the same bits wherever it stands in the tile."""
-    return rows_keep_bits(rows, width, KEYS, True, torch.float32) and rows_keep_bits(
-        rows, KEYS, rank, False, torch.float32
-    )
-
-
 def _attend(q: torch.Tensor, cache: torch.Tensor, slab: Slab, kv_lora_rank: int, scale: float) -> torch.Tensor:
     """Return the results of a slab's tiles [n * Q, H, R] float32. cache: [slots, R + P]."""
     num_heads, width = q.shape[1:]
     queries = len(slab.token_rows) // slab.num_tiles
-    q_tiles = q.index_select(0, slab.token_rows).float().mul_(scale).view(slab.num_tiles, queries * num_heads, width)
-    for i, chunk in enumerate(slab.chunks):
-        active = chunk.active
-        keys = cache.index_select(0, chunk.slots).float()
-        if chunk.mixed is not None:
-            # Such a key may be unwritten (a rejected draft's), and 0 * NaN would reach the queries before it.
-            keys.index_copy_(0, chunk.mixed, keys.index_select(0, chunk.mixed).nan_to_num_(0.0, 0.0, 0.0))
-        keys = keys.view(-1, KEYS, width).expand(active, -1, -1)
-        scores = item_product(q_tiles[:active], keys.transpose(1, 2))
-        if chunk.hidden is not None:
-            by_query = scores.view(active, queries, num_heads, KEYS)
-            by_query.masked_fill_(chunk.hidden, float("-inf"))
-        chunk_max = scores.amax(-1, keepdim=True)
-        if i == 0:
-            row_max = chunk_max.clamp_(min=_NO_MAX)
-            weights = scores.sub_(row_max).exp_()
-            row_sum = weights.sum(-1, keepdim=True)
-            acc = item_product(weights, keys[..., :kv_lora_rank])
-            continue
-        new_max = torch.maximum(row_max[:active], chunk_max)
-        decay = (row_max[:active] - new_max).exp_()
-        weights = scores.sub_(new_max).exp_()
-        row_sum[:active].mul_(decay).add_(weights.sum(-1, keepdim=True))
-        acc[:active].mul_(decay).add_(item_product(weights, keys[..., :kv_lora_rank]))
-        row_max[:active] = new_max
-    acc.div_(row_sum)
-    if slab.has_empty_rows:
-        acc.masked_fill_(row_sum == 0, 0.0)
-    return acc.view(-1, num_heads, kv_lora_rank)
+    rows = pad_heads(q.index_select(0, slab.token_rows).float().mul_(scale), queries)
+    keys = cache.index_select(0, slab.slots).float()
+    if slab.mixed is not None:
+        # Such a key may be unwritten (a rejected draft's), and 0 * NaN would reach the queries before it.
+        keys.index_copy_(0, slab.mixed, keys.index_select(0, slab.mixed).nan_to_num_(0.0, 0.0, 0.0))
+    keys = keys.view(-1, 1, KEYS, width)
+    out = attend(rows.view(slab.num_tiles, 1, -1, width), keys, keys[..., :kv_lora_rank], slab)
+    return out.view(*rows.shape[:2], kv_lora_rank)[:, :num_heads]
 
 
 def mla_attention_triton(

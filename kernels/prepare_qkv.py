@@ -95,18 +95,18 @@ def prepare_qkv_torch(
     if bias is not None:
         qkv = qkv + bias
     head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
-    q, k, v = qkv.view(num_tokens, num_heads + 2 * num_kv_heads, head_dim).split(
-        [num_heads, num_kv_heads, num_kv_heads], 1
-    )
+    num_turned = num_heads + num_kv_heads
+    heads = qkv.view(num_tokens, num_turned + num_kv_heads, head_dim)
+    turned = heads[:, :num_turned]
     if q_norm is not None and k_norm is not None:
-        q, k = _norm_heads(q, q_norm, eps), _norm_heads(k, k_norm, eps)
+        q, k = heads[:, :num_heads], heads[:, num_heads:num_turned]
+        turned = torch.cat([_norm_heads(q, q_norm, eps), _norm_heads(k, k_norm, eps)], 1)
     table = cos_sin.index_select(0, positions.clamp(0, cos_sin.shape[0] - 1))
     cos, sin = table[:, None].chunk(2, dim=-1)
-    rows = torch.empty(num_tokens, 2 * num_kv_heads, q.shape[2], dtype=qkv.dtype)
-    rotate(k, cos, sin, interleaved, rows[:, :num_kv_heads])
-    rows[:, num_kv_heads:] = v
+    turned = rotate(turned, cos, sin, interleaved)
+    rows = torch.cat([turned[:, num_heads:], heads[:, num_turned:]], 1)
     write_rows(kv_cache, slot_mapping, rows.view(num_tokens, kv_cache.shape[-1]))
-    return rotate(q, cos, sin, interleaved)
+    return turned[:, :num_heads].contiguous()
 
 
 def _norm_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

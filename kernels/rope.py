@@ -30,6 +30,11 @@ def rotate(
     cos, sin: [..., P/2] float32, P <= D, of a shape that x broadcasts with. Layout and rounding as in `apply_rope`.
     """
     half = cos.shape[-1]
+    if not interleaved and 2 * half == x.shape[-1] and out is None:
+        # the same products and sums on whole heads: x * [cos, cos] + [second, first] * [-sin, sin]
+        wide = x.float()
+        swapped = torch.cat([wide[..., half:], wide[..., :half]], -1)
+        return (wide * torch.cat([cos, cos], -1)).add_(swapped.mul_(torch.cat([-sin, sin], -1))).to(x.dtype)
     pairs = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (slice(0, half), slice(half, 2 * half))
     first, second = x[..., pairs[0]].float(), x[..., pairs[1]].float()
     if out is None:

@@ -142,6 +142,8 @@ def sample_tokens_torch(
 ) -> Sampled:
     """Return what `sample_tokens` returns, by the processors one after another."""
     t, slots = tables, rows.row_slots
+    if not (wanted.rules or wanted.penalties or wanted.noise or wanted.filters or wanted.min_p or wanted.typical_p):
+        return _largest(logits, slots)
     has_nan = nan_rows(logits)
     if wanted.rules:
         apply_allowed_ids(logits, slots, t.allowed_mask, t.num_allowed)
@@ -171,6 +173,15 @@ def sample_tokens_torch(
     if wanted.typical_p:
         apply_typical_p(logits, slots, t.typical_p)
     return Sampled(gumbel_sample(logits, slots, rows.positions, t.seeds, t.temperature, sharpness), has_nan)
+
+
+def _largest(logits: torch.Tensor, row_slots: torch.Tensor) -> Sampled:
+    """The tokens of rows that are all greedy and have no processors, by one read of the logits."""
+    best, ids = logits.max(dim=1)  # the first of equal maxima; NaN wins
+    has_nan = best.isnan()
+    if bool(has_nan.any()):
+        ids = logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).argmax(dim=1)
+    return Sampled(ids.masked_fill_(row_slots < 0, 0), has_nan)
 
 
 # --- kernel -----------------------------------------------------------------------------------------------------------

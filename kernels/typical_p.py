@@ -51,7 +51,7 @@ def _filtered(logits: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     near = below.clamp(max=30.0).double()
     weight = near.neg().exp_().mul_(_ONE)
     units = weight.long()
-    total = units.sum(dim=1, keepdim=True)
+    total = units.sum(dim=1, keepdim=True).clamp_(min=1)  # 0 where there is nothing but -inf and NaN
     mean = (weight * near).long().sum(dim=1, keepdim=True).double() / total
     distance = (below - mean.float()).abs_()
     last = _edge(-distance, distance.clone(), units, p * total)

@@ -65,16 +65,19 @@ def run_transformers(
     dtype: torch.dtype,
     device: torch.device,
     on_round: Callable[[str], None] | None = None,
+    most_rows: int | None = None,
 ) -> PeerResult:
     """Generates `num_tokens` greedy tokens a prompt at each batch size up to the number of prompts, left-padded.
 
-    Loading and one short warm-up are not timed.
+    `most_rows`: at once, as the engine's; None leaves the batch size free. Loading and one short warm-up are not timed.
     """
     model = load_peer_model(folder, dtype, device)
     model.generation_config.eos_token_id = None  # every row runs to its full length
     rates: dict[int, float] = {}
     ids: list[list[int]] = []
-    for size in [s for s in BATCH_SIZES if s < 2 * len(prompts)] or [len(prompts)]:
+    limit = most_rows or max(BATCH_SIZES)
+    sizes = [size for size in BATCH_SIZES if size < 2 * len(prompts) and size <= limit]
+    for size in sizes or [min(len(prompts), limit)]:
         if on_round is not None:
             on_round(f"transformers, {size} rows at once")
         _generate(model, prompts[:2], 4)

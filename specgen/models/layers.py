@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from specgen.kernels.linear import linear, linear_logits
+from specgen.kernels.packed_linear import PackedWeight, pack_weight, packed_linear
 from specgen.kernels.rms_norm import rms_norm
 from specgen.kernels.silu_mul import silu_mul
 
@@ -16,7 +17,12 @@ def empty_weight(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Pa
 
 
 class Linear(nn.Module):
-    """Product with `weight [out, in]`, no bias; a row's bits do not depend on how many rows there are."""
+    """Product with `weight [out, in]`, no bias; a row's bits do not depend on how many rows there are.
+
+    On a CPU the weight may be held in `packed`; `weight` then has its shape and dtype, and no elements.
+    """
+
+    packed: PackedWeight | None = None
 
     def __init__(self, num_in: int, num_out: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -24,7 +30,13 @@ class Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, in] -> [T, out]`."""
-        return linear(x, self.weight)
+        return linear(x, self.weight) if self.packed is None else packed_linear(x, self.packed)
+
+    def pack(self, keeps_weight: bool) -> None:
+        """Holds the weight in the CPU's own layout if that is of use; `keeps_weight`: somebody else reads it too."""
+        self.packed = pack_weight(self.weight)
+        if self.packed is not None and not keeps_weight:
+            self.weight = nn.Parameter(self.weight.to("meta"), requires_grad=False)
 
 
 class Head(Linear):
@@ -32,6 +44,8 @@ class Head(Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[N, hidden] -> [N, vocab] float32`."""
+        if self.packed is not None:
+            return packed_linear(x, self.packed).float()
         return linear_logits(x, self.weight)
 
 

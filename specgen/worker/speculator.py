@@ -20,7 +20,7 @@ from typing import Protocol
 
 import torch
 
-from specgen.kernels.draft_inputs import prepare_draft_decode, prepare_draft_prefill
+from specgen.kernels.draft_inputs import DraftPrefill, prepare_draft_decode, prepare_draft_prefill
 from specgen.models.families import DraftModel
 from specgen.worker.input_batch import InputBatch, ProcessorNeeds
 from specgen.worker.sampler import Noise, Sampler, SamplingRows
@@ -112,7 +112,10 @@ class MTPSpeculator:
             last_sampled=s.last_sampled,
             token_ids=s.token_ids,
         )
-        last = self._first_pass(batch, hidden, first.input_ids, first.slot_mapping, first.last_indices)
+        whole = batch
+        if not hidden.is_cuda:
+            whole, hidden, first = _without_rejected(batch, hidden, first, num_rejected)
+        last = self._first_pass(whole, hidden, first.input_ids, first.slot_mapping, first.last_indices)
         # a row in the middle of its prompt needs no drafts, and must not write any: a shared block may lie ahead of it
         batch = batch._replace(idx_mapping=torch.where(num_sampled > 0, batch.idx_mapping, -1))
         num_reqs = batch.idx_mapping.shape[0]
@@ -210,3 +213,31 @@ class MTPSpeculator:
         if keep:
             self.states.draft_logits[batch.idx_mapping.long(), step] = logits
         return sampled
+
+
+def _without_rejected(
+    batch: InputBatch, hidden: torch.Tensor, first: DraftPrefill, num_rejected: torch.Tensor
+) -> tuple[InputBatch, torch.Tensor, DraftPrefill]:
+    """The first pass's inputs without the rows of rejected drafts: on a CPU a pass costs what its rows do.
+
+    What such rows give is never read, and none of it is written to the cache.
+    """
+    if not bool(num_rejected.any()):
+        return batch, hidden, first
+    starts, kept = batch.query_start_loc, batch.query_start_loc.diff() - num_rejected
+    request = torch.repeat_interleave(starts.diff())
+    rows = (torch.arange(len(request)) - starts[request] < kept[request]).nonzero().flatten()
+    new_starts = torch.zeros_like(starts)
+    new_starts[1:] = kept.cumsum(0)
+    context = batch.context._replace(
+        positions=batch.positions[rows],
+        slot_mapping=batch.context.slot_mapping[rows],
+        query_start_loc=new_starts,
+        seq_lens=batch.context.seq_lens - num_rejected,
+    )
+    first = first._replace(
+        input_ids=first.input_ids[rows],
+        slot_mapping=first.slot_mapping[rows],
+        last_indices=(new_starts[1:] - 1).clamp(min=0).long(),
+    )
+    return batch._replace(query_start_loc=new_starts, context=context), hidden.index_select(0, rows), first

@@ -68,7 +68,9 @@ def test_a_row_is_the_same_as_decode_verify_and_chunk(op: Op, device: str) -> No
     # The interpreter is slow: two splits of its 64 keys are enough.
     model, length = Model(), 139 if op is gqa_attention_torch else 75
     whole = model.run(op, device, [Part(1, length, length)])
-    size_steps = [(1, 37), (4, 67), (37, 38)] if op is gqa_attention_triton else [(1, 1), (4, 3), (5, 5), (37, 37)]
+    size_steps = (
+        [(1, 37), (4, 67), (37, 38)] if op is gqa_attention_triton else [(1, 1), (2, 3), (4, 3), (5, 5), (37, 37)]
+    )
     for size, step in size_steps:
         for end in range(size, length + 1, step):
             for key, row in model.run(op, device, [Part(1, end, size)]).items():

@@ -65,3 +65,12 @@ def test_rows_are_independent(row_subsets: Subsets, threads: int) -> None:
         part = logits[rows]
         apply_typical_p(part, slots[rows], typical_p)
         assert torch.equal(part, whole[rows])
+
+
+@pytest.mark.parametrize("nothing", [float("-inf"), float("nan")])
+def test_a_row_of_nothing_stays_nothing(nothing: float) -> None:
+    logits = torch.full((2, 40), nothing)
+    logits[1] = torch.linspace(-3, 3, 40)
+    apply_typical_p(logits, torch.tensor([0, 1], dtype=torch.int32), torch.tensor([0.5, 1.0]))
+    assert not logits[0].isfinite().any()
+    assert torch.equal(logits[1], torch.linspace(-3, 3, 40))
