@@ -29,6 +29,7 @@ from specgen.recipe import Recipe
 from specgen.tokenizer import added_token_ids
 from specgen.worker.labels import StepLabels
 from specgen.worker.speculator import DRAFTING, Drafting
+from specgen.worker.startup import StartUp
 from specgen.worker.timing import DecodeTimes
 from specgen.worker.trace import StepTrace
 from specgen.worker.worker import (
@@ -75,7 +76,8 @@ class EngineClient:
             self._thread.join()
             raise self._failure
         config = self._scheduler.config
-        self.description = _describe(self._worker, self._scheduler, time.perf_counter() - start)
+        self._ready_seconds = time.perf_counter() - start
+        self.description = _describe(self._worker, self._scheduler, self._ready_seconds)
         self.max_model_len = config.max_model_len
         self.vocab_size = self._worker.config.model.vocab_size
         self.eos_token_ids = tuple(sorted(config.eos_token_ids))
@@ -91,13 +93,14 @@ class EngineClient:
         on_load_progress: OnProgress | None = None,
         random_weights: bool = False,
         drafting: Drafting = DRAFTING,
+        is_headless: bool = False,
     ) -> EngineClient:
         """Loads the model in `folder` as the recipe says and starts the loop.
 
         `drafter_factory` replaces the model's draft layers; `check` asserts the conservation laws after every step.
         `on_load_progress(bytes so far, in all)` is called from other threads while the weights are read. With
         `random_weights`, `folder` needs to hold nothing but the model's configuration. `drafting`: how drafts are
-        drawn.
+        drawn. `is_headless`: the model is taken as if it had no draft layers.
 
         Raises:
             ModelError, EngineError, RecipeError: model, machine and recipe do not fit together.
@@ -113,6 +116,8 @@ class EngineClient:
             )
             if random_weights:
                 config = replace(config, folder=None)
+            if is_headless:
+                config = replace(config, model=replace(config.model, num_nextn_predict_layers=0))  # type: ignore[type-var]
             worker = Worker(config, drafter_factory, on_load_progress)
             if not random_weights and recipe.speculation.method != "synthetic":
                 test_head(worker, folder, recipe.speculation.self_test)
@@ -185,6 +190,10 @@ class EngineClient:
             "preemptions": self._scheduler.num_preemptions,
             "kv_usage": 1 - pool.num_free_blocks / (pool.num_blocks - 1),
         }
+
+    def start_up(self) -> StartUp:
+        """Where the time went since the engine was begun: graphs and kernels are made when they are first used."""
+        return self._worker.start_up()._replace(ready_seconds=self._ready_seconds)
 
     def decode_times(self) -> dict[int, DecodeTimes]:
         """Seconds of the decode-only steps so far, by their number of rows."""

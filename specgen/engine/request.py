@@ -29,7 +29,9 @@ class StopCheck(Protocol):
 class EngineRequest:
     """One prompt to continue. `seed` is the row's 64-bit noise seed; `request_id` is unique within an engine.
 
-    `new_stop_check` makes what looks for `params.stop`, anew for each run of the request.
+    `new_stop_check` makes what looks for `params.stop`, anew for each run of the request. `num_given_tokens`: so many
+    of the prompt's first tokens count as computed, whatever the cache holds for them: for benchmarks, whose tokens mean
+    nothing then.
     """
 
     request_id: int
@@ -37,6 +39,7 @@ class EngineRequest:
     params: SamplingParams
     seed: int
     new_stop_check: Callable[[], StopCheck] | None = None
+    num_given_tokens: int = 0
 
 
 class TokenLogprob(NamedTuple):
@@ -102,6 +105,7 @@ class Request:
     num_sampling_steps_in_flight: int = 0
     num_preemptions: int = 0
     num_cached_tokens: int = 0
+    num_given_tokens: int = 0
     num_lookahead_slots: int = 0
     slot: int = -1
     status: Status = Status.WAITING

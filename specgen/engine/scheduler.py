@@ -169,6 +169,7 @@ class Scheduler:
             token_ids=list(new.prompt_token_ids),
             stop_check=new.new_stop_check() if new.params.stop and new.new_stop_check is not None else None,
             prompt_logprobs=[None] * num_prompt if new.params.prompt_logprobs is not None else None,
+            num_given_tokens=min(new.num_given_tokens, num_prompt - 1),
         )
         self.requests[request.request_id] = request
         self.waiting.append(request)
@@ -230,7 +231,8 @@ class Scheduler:
                 return  # a step scheduled before its preemption still owes it tokens
             num_cached = self.kv.match_prefix(request, use_cache=not request.lacks_prompt_logprobs)
             # a draft layer j > 0 reads the layer below one position back: behind a hit, recompute those without writing
-            request.num_computed_tokens = max(0, num_cached - max(0, self.config.num_draft_layers - 1))
+            num_known = max(0, num_cached - max(0, self.config.num_draft_layers - 1))
+            request.num_computed_tokens = max(num_known, request.num_given_tokens)
             num_new = min(request.num_tokens - request.num_computed_tokens, budget)
             row = self._try_allocate(request, num_new) if self._fits(request) else None
             if row is None:

@@ -1,173 +1,84 @@
 """Decoding with several numbers of drafts, timed in one run and on the same rows.
 
-Knows how to time an engine fairly. Rows of a file: the configurations alternate, each round on a fresh engine (no
+Knows how to time an engine fairly. Rows of a file: the candidates alternate, each round on a fresh engine (no
 prefix cache left over, no two models in memory). Shapes: prompts of random ids, all rounds and shapes of one
-configuration on one engine, since building it anew takes long where the model is large; the prefix cache is off.
-Start-up and a warm-up are excluded; figures are medians over rounds. Prints nothing.
+candidate on one engine, since building it anew takes long where the model is large; the prefix cache is off.
+Start-up and a warm-up are excluded; figures are medians over rounds. Traces come last: a profiler that was used once
+may slow what follows in the same process. Prints nothing.
 """
 
-import itertools
-import random
-import re
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from specgen.engine.request import EngineOutput, EngineRequest
-from specgen.errors import EngineError, InputError, RecipeError, RowError
-from specgen.job.bench_result import NO_MACHINE, BenchResult, Case, Machine, Round, Shape, Side
-from specgen.job.inputs import Input
-from specgen.job.job import Engine
+from specgen.engine.request import EngineRequest
+from specgen.job.bench_figures import NO_MACHINE, EngineStart, Machine
+from specgen.job.bench_result import BenchResult, Case, Side
+from specgen.job.passes import BenchEngine, drain, timed, traced, without_prompts
 from specgen.job.peer import PeerResult
-from specgen.job.prompts import PromptBuilder
-from specgen.job.readers import BadRow, Row, no_rows
-from specgen.job.templates import ChatTemplate
-from specgen.job.trace import idle, read_trace
+from specgen.job.trace import idle, read_trace, summarize, traced_steps
+from specgen.job.workloads import Workload
 from specgen.recipe import Recipe
-from specgen.seeds import row_seed
-from specgen.stats import SpecStats, counted
-from specgen.stops import stop_check_of
-from specgen.tokenizer import Tokenizer
-from specgen.worker.timing import DecodeTimes
+from specgen.stats import counted
 from specgen.worker.trace import StepTrace
 from specgen.worker.worker import resolve_device, resolve_max_num_batched_tokens
 
-# Seconds between two outputs after which a benchmark gives up.
-_SILENCE_SECONDS = 300.0
 _WARM_UP_TOKENS = 8
-_SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")
+# Steps of all rows in a row, below which a pass is made that has nothing else.
+_FEW_STEPS = 8
 
 
-class BenchEngine(Engine, Protocol):
-    """What a benchmark needs of an engine beside what a job does."""
+class Candidate(NamedTuple):
+    """What is measured beside others: a recipe; is_headless: on the model as if it had no draft layers."""
 
-    description: dict[str, object]
+    recipe: Recipe
+    is_headless: bool = False
 
-    def decode_times(self) -> Mapping[int, DecodeTimes]:
-        """Return the times of the decode-only steps so far, by number of rows."""
+    @property
+    def num_drafts(self) -> int:
+        """K."""
+        return self.recipe.speculation.num_tokens
 
-    def time_parts(self, wanted: bool) -> None:
-        """Tell the parts of steps that run as one launch from now on, or no longer."""
-
-    def trace_steps(self, path: Path, num_rows: int, num_steps: int) -> None:
-        """Write a trace of `num_steps` of the next steady decode steps of `num_rows` rows."""
-
-    def label_steps(self, wanted: bool) -> None:
-        """Run steps one operation at a time from now on, in ranges that a trace shows, or as before."""
-
-
-MakeEngine = Callable[[Recipe], AbstractContextManager[BenchEngine]]
+    def __str__(self) -> str:
+        """As it is told while it runs."""
+        head = ", a model without a draft head" if self.is_headless else ""
+        return f"{counted(self.num_drafts, 'draft')} a step{head}"
 
 
-class Workload(NamedTuple):
-    """The requests of one pass; `shape` is None for the rows of a file."""
-
-    shape: Shape | None
-    requests: Callable[[Recipe, BenchEngine], list[EngineRequest]]
+MakeEngine = Callable[[Candidate], AbstractContextManager[BenchEngine]]
 
 
 @dataclass(frozen=True, slots=True)
 class BenchPlan:
-    """What to measure: every recipe (they differ in K) over every workload.
+    """What to measure: every candidate (they differ in K) over every workload.
 
-    keep_engine: all rounds of a recipe on one engine, else a fresh one for each, in turns. full_warm_up: a whole pass,
-    which meets every size of a batch; else a few tokens of one row.
+    keep_engine: all rounds of a candidate on one engine, else a fresh one for each, in turns. full_warm_up: a whole
+    pass, which meets every size of a batch; else a few tokens of one row. skips_prompts: prompts count as computed.
+    traces: trace some steps of each candidate and workload, after everything that is timed; trace_path: and keep that.
     """
 
-    recipes: Sequence[Recipe]
+    candidates: Sequence[Candidate]
     workloads: Sequence[Workload]
     num_rounds: int = 3
     keep_engine: bool = False
     full_warm_up: bool = False
+    skips_prompts: bool = False
+    traces: bool = False
     trace_path: Path | None = None
 
-    def trace_path_of(self, workload: Workload, recipe: Recipe) -> Path | None:
+    def trace_path_of(self, workload: Workload, candidate: Candidate) -> Path | None:
         """The file for a trace: the path itself, or where there are several, one beside it with shape and K."""
         path = self.trace_path
-        if path is None or len(self.recipes) * len(self.workloads) == 1:
+        if path is None or len(self.candidates) * len(self.workloads) == 1:
             return path
         shape = f"-{workload.shape}" if workload.shape is not None else ""
+        head = "-headless" if candidate.is_headless else ""
         stem, dot, suffixes = path.name.partition(".")
-        return path.with_name(f"{stem}{shape}-k{recipe.speculation.num_tokens}{dot}{suffixes}")
-
-
-def parse_shapes(texts: Sequence[str]) -> list[Shape]:
-    """Return the shapes in texts like "1x512x256,32x512x256".
-
-    Raises: RecipeError for one that is no shape.
-    """
-    shapes = []
-    for text in ",".join(texts).split(","):
-        match = _SHAPE.fullmatch(text.strip())
-        if match is None or min(map(int, match.groups())) < 1:
-            raise RecipeError(
-                f"{text!r} is no shape", where="--shape", hint="ROWSxINxOUT, like 32x512x256: rows, prompt, answer"
-            )
-        shapes.append(Shape(*map(int, match.groups())))
-    return shapes
-
-
-def shape_workload(shape: Shape) -> Workload:
-    """Return rows of random token ids, each answered to its full length."""
-
-    def requests(recipe: Recipe, engine: BenchEngine) -> list[EngineRequest]:
-        ids = random.Random(str(shape))
-        run_seed = recipe.sampling.seed or 0
-        params = replace(recipe.sampling, max_tokens=shape.output_tokens, ignore_eos=True, stop_token_ids=(), stop=())
-        return [
-            EngineRequest(
-                i,
-                [ids.randrange(engine.vocab_size) for _ in range(shape.prompt_tokens)],
-                params,
-                row_seed(run_seed, f"bench:{i}"),
-            )
-            for i in range(shape.rows)
-        ]
-
-    return Workload(shape, requests)
-
-
-def rows_workload(rows: Sequence[Row], tokenizer: Tokenizer, template: ChatTemplate | None = None) -> Workload:
-    """Return the rows of a file, as a run would prompt them; `template` is for chats."""
-
-    def requests(recipe: Recipe, engine: BenchEngine) -> list[EngineRequest]:
-        builder = PromptBuilder(
-            recipe,
-            tokenizer,
-            max_model_len=engine.max_model_len,
-            vocab_size=engine.vocab_size,
-            template=template,
-        )
-        found = []
-        for row in rows:
-            try:
-                prompt = builder.build(row)
-            except RowError as error:
-                raise InputError(str(error), where=f"{recipe.input.name}:{row.line}") from None
-            stops = stop_check_of(prompt.params, tokenizer)
-            found.append(EngineRequest(row.index, prompt.token_ids, prompt.params, prompt.seed, stops))
-        return found
-
-    return Workload(None, requests)
-
-
-def read_bench_rows(recipe: Recipe, num_rows: int) -> list[Row]:
-    """Return the first `num_rows` rows of the recipe's input, or fewer if its limit says so.
-
-    Raises: InputError if one of them is broken, or there is none.
-    """
-    source = Input(recipe.input)
-    rows: list[Row] = []
-    for row in itertools.islice(source.rows(unique_ids=True), num_rows):
-        if isinstance(row, BadRow):
-            raise InputError(str(row.error), where=f"{source.name}:{row.line}")
-        rows.append(row)
-    if not rows:
-        raise no_rows(source.name)
-    return rows
+        return path.with_name(f"{stem}{shape}-k{candidate.num_drafts}{head}{dot}{suffixes}")
 
 
 def run_bench(
@@ -176,28 +87,36 @@ def run_bench(
     *,
     machine: Machine = NO_MACHINE,
     on_note: Callable[[str], None] = lambda note: None,
+    on_result: Callable[[BenchResult], None] = lambda result: None,
     run_peer: Callable[[list[list[int]]], PeerResult] | None = None,
 ) -> BenchResult:
-    """Return the figures of every recipe of the plan over every workload.
+    """Return the figures of every candidate of the plan over every workload.
 
-    machine: for the floors. on_note: told what is about to run. run_peer: runs the prompts (token ids) elsewhere, last.
+    machine: for the floors. on_note: told what is about to run. on_result: given what is there so far, now and then,
+    since a long benchmark may be cut short. run_peer: runs the prompts (token ids) elsewhere, last.
 
     Raises: InputError for a row that cannot be run, EngineError if a row failed.
     """
-    assert plan.recipes and plan.workloads and plan.num_rounds > 0
-    bench = _Bench(plan, make_engine, on_note)
-    if plan.keep_engine:
-        for i in range(len(plan.recipes)):
-            bench.run(i, range(plan.num_rounds))
-    else:
-        for number in range(plan.num_rounds):
-            # Whoever comes second finds warmer caches and a hotter processor: take turns.
-            order = range(len(plan.recipes))
-            for i in order if number % 2 == 0 else reversed(order):
-                bench.run(i, range(number, number + 1))
-    is_synthetic = any(recipe.speculation.method == "synthetic" for recipe in plan.recipes)
+    assert plan.candidates and plan.workloads and plan.num_rounds > 0
+    with tempfile.TemporaryDirectory() as scratch:
+        bench = _Bench(plan, make_engine, machine, on_note, Path(scratch))
+        if plan.keep_engine:
+            for i in range(len(plan.candidates)):
+                bench.run(i, range(plan.num_rounds))
+                on_result(bench.result())
+        else:
+            for number in range(plan.num_rounds):
+                # Whoever comes second finds warmer caches and a hotter processor: take turns.
+                order = range(len(plan.candidates))
+                for i in order if number % 2 == 0 else reversed(order):
+                    bench.run(i, range(number, number + 1))
+            on_result(bench.result())
+        if plan.traces:
+            for i in range(len(plan.candidates)):
+                bench.trace_apart(i)
+                on_result(bench.result())
     peer = run_peer(bench.prompts) if run_peer is not None else None
-    return BenchResult(bench.cases, machine, is_synthetic, peer)
+    return bench.result(peer)
 
 
 def step_tokens(recipe: Recipe) -> int:
@@ -208,37 +127,100 @@ def step_tokens(recipe: Recipe) -> int:
 class _Bench:
     """The passes of a plan, and what they gave."""
 
-    def __init__(self, plan: BenchPlan, make_engine: MakeEngine, on_note: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        plan: BenchPlan,
+        make_engine: MakeEngine,
+        machine: Machine,
+        on_note: Callable[[str], None],
+        scratch: Path,
+    ) -> None:
         self._plan = plan
         self._make_engine = make_engine
+        self._machine = machine
         self._on_note = on_note
+        self._scratch = scratch
+        self._traced: set[int] = set()
+        self._starts: dict[int, EngineStart] = {}
         self.prompts: list[list[int]] = []
-        self.cases = [Case(workload.shape, 0, 0, []) for workload in plan.workloads]
-        for case in self.cases:
-            for recipe in plan.recipes:
-                case.sides.append(Side(recipe.speculation.num_tokens, step_tokens(recipe)))
+        self._cases = [Case(workload.shape, 0, 0, []) for workload in plan.workloads]
+        for case in self._cases:
+            for recipe, is_headless in plan.candidates:
+                exactness = recipe.engine.exactness
+                case.sides.append(Side(recipe.speculation.num_tokens, step_tokens(recipe), exactness, is_headless))
 
-    def run(self, recipe_idx: int, numbers: range) -> None:
-        """Run the rounds `numbers` of one recipe over all workloads on one engine."""
-        recipe = self._plan.recipes[recipe_idx]
-        drafts = f"{counted(recipe.speculation.num_tokens, 'draft')} a step"
-        if self._plan.keep_engine:
-            self._on_note(f"starting the engine, {drafts}")
-        with self._make_engine(recipe) as engine:
-            for workload, case in zip(self._plan.workloads, self.cases, strict=True):
-                side = case.sides[recipe_idx]
-                requests = workload.requests(recipe, engine)
+    def result(self, peer: PeerResult | None = None) -> BenchResult:
+        """What is there so far."""
+        cases = [replace(case, sides=[side for side in case.sides if side.rounds]) for case in self._cases]
+        return BenchResult(
+            [case for case in cases if case.sides],
+            self._machine,
+            is_synthetic=any(c.recipe.speculation.method == "synthetic" for c in self._plan.candidates),
+            skips_prompts=self._plan.skips_prompts,
+            starts=list(self._starts.values()),
+            peer=peer,
+        )
+
+    def run(self, i: int, numbers: range) -> None:
+        """Run the rounds `numbers` of candidate `i` over all workloads on one engine."""
+        plan, candidate = self._plan, self._plan.candidates[i]
+        if plan.keep_engine:
+            self._on_note(f"starting the engine, {candidate}")
+        with self._make_engine(candidate) as engine:
+            first_seconds = 0.0
+            for workload, case in zip(plan.workloads, self._cases, strict=True):
+                requests = self._requests(workload, candidate, engine)
                 self.prompts = [request.prompt_token_ids for request in requests]
                 case.rows, case.prompt_tokens = len(requests), sum(map(len, self.prompts))
-                shape = f", {workload.shape}" if workload.shape is not None else ""
+                started = time.perf_counter()
                 self._warm_up(engine, requests)
-                for number in numbers:
-                    self._on_note(f"round {number + 1} of {self._plan.num_rounds}, {drafts}{shape}")
-                    side.rounds.append(_timed(engine, requests))
-                if self._plan.keep_engine:  # what is known is told: a long benchmark may be cut short
-                    self._on_note(_summary(side, drafts, shape))
-                if self._plan.num_rounds - 1 in numbers:
-                    self._look_inside(engine, requests, side, self._plan.trace_path_of(workload, recipe))
+                first_seconds += time.perf_counter() - started
+                self._rounds(engine, requests, workload, case.sides[i], f"{candidate}{_named(workload)}", numbers)
+            side = self._cases[0].sides[i]
+            self._starts[i] = EngineStart.of(
+                side.num_tokens, side.exactness, side.is_headless, engine.description, engine.start_up(), first_seconds
+            )
+            is_last = i == len(plan.candidates) - 1
+            if plan.traces and plan.keep_engine and is_last:  # nothing is timed after it
+                self._trace(i, engine)
+
+    def _requests(self, workload: Workload, candidate: Candidate, engine: BenchEngine) -> list[EngineRequest]:
+        requests = workload.requests(candidate.recipe, engine)
+        return without_prompts(requests) if self._plan.skips_prompts else requests
+
+    def _rounds(
+        self,
+        engine: BenchEngine,
+        requests: Sequence[EngineRequest],
+        workload: Workload,
+        side: Side,
+        name: str,
+        numbers: range,
+    ) -> None:
+        """Run the rounds, and untimed passes for what they do not tell."""
+        plan = self._plan
+        self._warn_of_kv(engine, workload)
+        for number in numbers:
+            self._on_note(f"round {number + 1} of {plan.num_rounds}, {name}")
+            side.rounds.append(timed(engine, requests))
+        if plan.num_rounds - 1 in numbers:
+            if workload.shape is not None and not side.has_steps_of(workload.shape.rows, _FEW_STEPS):
+                self._on_note(f"decoding alone, {name}: prompts and answers overlapped all the time")
+                side.alone = timed(engine, without_prompts(requests))
+            rows = side.steady_rows
+            if rows is not None and not side.knows_parts:
+                self._on_note(f"timing the parts of a step, {name}")
+                engine.time_parts(True)
+                side.parts = timed(engine, requests if workload.shape is None else without_prompts(requests)).decode
+                engine.time_parts(False)
+        if plan.keep_engine:  # what is known is told: a long benchmark may be cut short
+            self._on_note(_summary(side, name))
+
+    def _warn_of_kv(self, engine: BenchEngine, workload: Workload) -> None:
+        there, shape = engine.description.get("kv_tokens"), workload.shape
+        if shape is None or not isinstance(there, int) or shape.num_tokens <= there:
+            return
+        self._on_note(f"{shape} is {shape.num_tokens:,} tokens and the KV pool holds {there:,}: rows will wait")
 
     def _warm_up(self, engine: BenchEngine, requests: Sequence[EngineRequest]) -> None:
         # Backwards, so that the warm-up leaves no prefix for the real rows to find.
@@ -254,79 +236,44 @@ class _Bench:
             params = replace(first.params, max_tokens=_WARM_UP_TOKENS, min_tokens=0)
             drain(engine, [replace(first, params=params)])
 
-    def _look_inside(
-        self, engine: BenchEngine, requests: Sequence[EngineRequest], side: Side, trace_path: Path | None
-    ) -> None:
-        """Run further passes, which are not timed: for the parts of a step that is one launch, and for a trace."""
-        rows = side.steady_rows
-        if rows is None:
+    def trace_apart(self, i: int) -> None:
+        """Trace steps of candidate `i` on an engine of its own, unless that was done."""
+        if i in self._traced:
             return
-        if not side.rounds[-1].decode[rows].timed_steps:
-            self._on_note("timing the parts of a step")
-            engine.time_parts(True)
-            side.parts = _timed(engine, requests).decode
-            engine.time_parts(False)
-        if trace_path is not None:
-            num_steps = StepTrace.steps_for(side.rounds[-1].decode[rows].periods)
-            if not num_steps:
-                self._on_note(f"no trace: too few steps of {counted(rows, 'row')}; give more output tokens")
-                return
-            self._on_note(f"tracing {num_steps} steps into {trace_path}")
-            engine.trace_steps(trace_path, rows, num_steps)
-            drain(engine, requests)
-            side.idle = idle(read_trace(trace_path))
+        self._on_note(f"starting the engine again for traces, {self._plan.candidates[i]}")
+        with self._make_engine(self._plan.candidates[i]) as engine:
+            self._trace(i, engine)
+
+    def _trace(self, i: int, engine: BenchEngine) -> None:
+        self._traced.add(i)
+        candidate = self._plan.candidates[i]
+        for number, (workload, case) in enumerate(zip(self._plan.workloads, self._cases, strict=True)):
+            side, rows = case.sides[i], case.sides[i].steady_rows
+            num_steps = StepTrace.steps_for(side.num_steady_steps)
+            name = f"{candidate}{_named(workload)}"
+            if rows is None or not num_steps:
+                self._on_note(
+                    f"no trace, {name}: too few steps of {counted(rows or 0, 'row')}; give more output tokens"
+                )
+                continue
+            path = self._plan.trace_path_of(workload, candidate)
+            self._on_note(f"tracing {num_steps} steps{f' into {path}' if path is not None else ''}, {name}")
+            path = path or self._scratch / f"{i}-{number}.json"
+            requests = self._requests(workload, candidate, engine)
+            if workload.shape is not None:
+                requests = without_prompts(requests)
+            if traced(engine, requests, path, rows, num_steps):
+                events = read_trace(path)
+                side.idle, side.traced = idle(events), summarize(traced_steps(events))
+            else:
+                self._on_note(f"no trace, {name}: its rows did not decode together for long enough")
 
 
-def _summary(side: Side, drafts: str, shape: str) -> str:
+def _named(workload: Workload) -> str:
+    return f", {workload.shape}" if workload.shape is not None else ""
+
+
+def _summary(side: Side, name: str) -> str:
     decode = side.decode(0.0, NO_MACHINE)
     step = f", {1e3 * decode.period:.2f} ms a step of {counted(decode.rows, 'row')}" if decode is not None else ""
-    return f"{side.tokens_per_second:,.0f} tokens/s{step} ({drafts}{shape})"
-
-
-def _timed(engine: BenchEngine, requests: Sequence[EngineRequest]) -> Round:
-    before, decode_before = _numbers(engine.engine_stats()), engine.decode_times()
-    started = time.perf_counter()
-    token_ids, spec = drain(engine, requests)
-    seconds = time.perf_counter() - started
-    gained = {name: value - before.get(name, 0.0) for name, value in _numbers(engine.engine_stats()).items()}
-    decode = {
-        rows: new
-        for rows, times in engine.decode_times().items()
-        if (new := times.since(decode_before.get(rows, DecodeTimes()))).steps
-    }
-    return Round(seconds, sum(map(len, token_ids.values())), spec, gained, token_ids, decode)
-
-
-def drain(engine: Engine, requests: Sequence[EngineRequest]) -> tuple[dict[int, list[int]], SpecStats]:
-    """Run all requests to their end; return their ids by request and the summed counts. Raises: EngineError."""
-    token_ids: dict[int, list[int]] = {request.request_id: [] for request in requests}
-    spec = SpecStats()
-    for request in requests:
-        engine.add_request(request)
-    num_left = len(requests)
-    last_output = time.perf_counter()
-    while num_left:
-        outputs: list[EngineOutput] = engine.get_outputs(timeout=1.0)
-        now = time.perf_counter()
-        if outputs:
-            last_output = now
-        elif now - last_output > _SILENCE_SECONDS:
-            raise EngineError(f"the engine gave nothing for {_SILENCE_SECONDS:.0f} seconds")
-        for output in outputs:
-            token_ids[output.request_id].extend(output.new_token_ids)
-            if output.finish_reason is None:
-                continue
-            num_left -= 1
-            if output.finish_reason not in ("stop", "length"):
-                raise EngineError(f"row {output.request_id} failed: {output.error}")
-            if output.stats is not None:
-                spec.add(output.stats)
-    return token_ids, spec
-
-
-def _numbers(stats: Mapping[str, object]) -> dict[str, float]:
-    return {
-        name: float(value)
-        for name, value in stats.items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool)
-    }
+    return f"{side.tokens_per_second:,.0f} tokens/s{step} ({name})"

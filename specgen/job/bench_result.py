@@ -7,128 +7,37 @@ these, the figures are of the number of rows at which most of the time was spent
 steps and without the tail in which rows end one after another.
 """
 
+from __future__ import annotations
+
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
 
-from specgen.job.floor import Ceilings, Cost, CostModel
+from specgen.job.bench_figures import BENCH_PARTS, NO_MACHINE, DecodeFigures, EngineStart, Machine, Round, Shape
 from specgen.job.peer import PeerResult
-from specgen.job.trace import Idle
+from specgen.job.trace import Idle, Traced
 from specgen.stats import SpecStats
 from specgen.worker.timing import STEP_PARTS, DecodeTimes
-
-# Parts of a step, as the engine counts them; "graph" is a decode step that ran as one CUDA graph, with all its parts.
-BENCH_PARTS = ("total", "graph", "target", "sampling", "draft")
-
-
-class Shape(NamedTuple):
-    """Rows at once, tokens of each prompt, tokens of each answer."""
-
-    rows: int
-    prompt_tokens: int
-    output_tokens: int
-
-    def __str__(self) -> str:
-        """As it is written on the command line."""
-        return "x".join(map(str, self))
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """One timed pass over all rows.
-
-    seconds: from the first row given to the last one ended. engine: what its counters gained meanwhile. decode: the
-    decode-only steps, by number of rows.
-    """
-
-    seconds: float
-    completion_tokens: int
-    spec: SpecStats
-    engine: dict[str, float]
-    token_ids: dict[int, list[int]] = field(repr=False)
-    decode: Mapping[int, DecodeTimes] = field(default_factory=dict)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Output tokens a second."""
-        return self.completion_tokens / self.seconds
-
-    def ms_per_step(self, part: str) -> float:
-        """Milliseconds a step spent in `part`, one of `BENCH_PARTS`; "total" is the wall clock."""
-        steps = self.engine.get("steps", 0.0)
-        seconds = self.seconds if part == "total" else self.engine.get(f"{part}_seconds", 0.0)
-        return 1e3 * seconds / steps if steps else 0.0
-
-
-class DecodeFigures(NamedTuple):
-    """A steady decode step of `rows` rows with `context` tokens each; all times in seconds.
-
-    period: from the start of a step to the start of the next. device: from a step's first operation to its last.
-    parts: target, sampling and draft, None where they could not be told apart. cost: what it must read and compute,
-    floor: the least time for it; None without a cost model of this kind of model.
-    """
-
-    rows: int
-    context: float
-    period: float
-    device: float
-    parts: dict[str, float] | None
-    cost: Cost | None
-    floor: float | None
-
-    @property
-    def gap(self) -> float:
-        """The time between two steps, in which the device has no work."""
-        return max(0.0, self.period - self.device)
-
-    @property
-    def floor_share(self) -> float | None:
-        """The floor over the time it took; 1 would be a perfect step."""
-        return self.floor / self.period if self.floor is not None else None
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the figures as plain JSON values."""
-        cost = self.cost
-        return {
-            "rows": self.rows,
-            "context": round(self.context, 1),
-            "ms": round(1e3 * self.period, 4),
-            "device_ms": round(1e3 * self.device, 4),
-            "gap_ms": round(1e3 * self.gap, 4),
-            **{f"{part}_ms": round(1e3 * seconds, 4) for part, seconds in (self.parts or {}).items()},
-            "floor_ms": round(1e3 * self.floor, 4) if self.floor is not None else None,
-            "floor_share": round(self.floor_share, 4) if self.floor_share is not None else None,
-            "bytes": round(cost.num_bytes) if cost is not None else None,
-            "flops": round(cost.flops) if cost is not None else None,
-            "bytes_per_second": round(cost.num_bytes / self.period) if cost is not None else None,
-            "flops_per_second": round(cost.flops / self.period) if cost is not None else None,
-        }
-
-
-class Machine(NamedTuple):
-    """What floors are reckoned with; without a cost model there are none."""
-
-    ceilings: Ceilings | None
-    cost_model: CostModel | None
-
-
-NO_MACHINE = Machine(None, None)
 
 
 @dataclass(slots=True)
 class Side:
     """All rounds of one configuration (K drafts a step); every figure is a median over them.
 
-    parts: decode steps of a further pass, in which their parts were timed, if the rounds could not. idle: the device's
-    idle shares in a trace, if there is one.
+    is_headless: the model was taken as if it had no draft layers. alone: a further pass whose prompts counted as
+    computed, where in the rounds too few steps did nothing but decode all rows. parts: decode steps of a further pass,
+    in which their parts were timed, if the rounds could not. idle, traced: from a trace, if there is one.
     """
 
     num_tokens: int
     tokens_per_step: int = 0
+    exactness: str = "exact"
+    is_headless: bool = False
     rounds: list[Round] = field(default_factory=list)
+    alone: Round | None = None
     parts: Mapping[int, DecodeTimes] = field(default_factory=dict)
     idle: Idle | None = None
+    traced: Traced | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -144,24 +53,45 @@ class Side:
         """Counts of the last round (the same in every round, as the tokens are)."""
         return self.rounds[-1].spec
 
+    def has_steps_of(self, rows: int, num: int) -> bool:
+        """Whether in the last round so many steps of `rows` rows, that only decoded, were followed by another."""
+        times = self.rounds[-1].decode.get(rows)
+        return times is not None and times.periods >= num
+
+    @property
+    def _decode_rounds(self) -> list[Round]:
+        return self.rounds if self.alone is None else [self.alone]
+
     @property
     def steady_rows(self) -> int | None:
         """The number of rows at which decoding spent most of its time; None if no two steps followed each other."""
-        decode = self.rounds[-1].decode
+        decode = self._decode_rounds[-1].decode
         return max((n for n, t in decode.items() if t.periods), key=lambda n: decode[n].period_seconds, default=None)
+
+    @property
+    def num_steady_steps(self) -> int:
+        """Steps of that many rows in the last pass, each followed by another."""
+        rows = self.steady_rows
+        return self._decode_rounds[-1].decode[rows].periods if rows is not None else 0
+
+    @property
+    def knows_parts(self) -> bool:
+        """Whether the parts of the steady steps were timed."""
+        rows = self.steady_rows
+        return rows is not None and self._decode_rounds[-1].decode[rows].timed_steps > 0
 
     def decode(self, context: float, machine: Machine) -> DecodeFigures | None:
         """Return the steady decode step, with `context` tokens a row; None if there is none."""
         rows = self.steady_rows
         if rows is None:
             return None
-        times = [r.decode[rows] for r in self.rounds if rows in r.decode and r.decode[rows].periods]
+        times = [r.decode[rows] for r in self._decode_rounds if rows in r.decode and r.decode[rows].periods]
         cost = machine.cost_model.decode(rows, context, self.num_tokens) if machine.cost_model is not None else None
         return DecodeFigures(
             rows=rows,
             context=context,
-            period=statistics.median(t.period_seconds / t.periods for t in times),
-            device=statistics.median(t.seconds / t.steps for t in times),
+            period=statistics.median(t.median_period for t in times),
+            device=statistics.median(t.median_seconds for t in times),
             parts=self._parts(rows, times),
             cost=cost,
             floor=cost.seconds(machine.ceilings) if cost is not None and machine.ceilings is not None else None,
@@ -175,14 +105,20 @@ class Side:
             return None
         return {part: statistics.median(t.part_seconds[part] / t.timed_steps for t in times) for part in STEP_PARTS}
 
-    def run_floor_share(self, shape: Shape, machine: Machine) -> float | None:
-        """Return the floor of the whole run, prompts included, over its wall time; None without a cost model."""
+    def run_floor_share(self, shape: Shape, machine: Machine, *, with_prompts: bool = True) -> float | None:
+        """Return the floor of the whole run over its wall time; None without a cost model.
+
+        with_prompts: they were computed.
+        """
         model, ceilings = machine.cost_model, machine.ceilings
         if model is None or ceilings is None:
             return None
         context = shape.prompt_tokens + shape.output_tokens / 2
         tokens_per_step = self.tokens_per_step or shape.prompt_tokens
-        prefill = model.prefill(shape.rows, shape.prompt_tokens, tokens_per_step, self.num_tokens).seconds(ceilings)
+        prefill = 0.0
+        if with_prompts:
+            cost = model.prefill(shape.rows, shape.prompt_tokens, tokens_per_step, self.num_tokens)
+            prefill = cost.seconds(ceilings)
         last = self.rounds[-1]
         decode = sum(
             times.steps * model.decode(rows, context, self.num_tokens).seconds(ceilings)
@@ -200,14 +136,20 @@ class Case:
     prompt_tokens: int
     sides: list[Side]
 
-    @property
-    def plain(self) -> Side | None:
-        """The side without drafts, if it was measured."""
-        return next((side for side in self.sides if side.num_tokens == 0), None)
+    def plain_of(self, side: Side) -> Side | None:
+        """The side without drafts that `side` is compared with, if it was measured: on the same kind of products."""
+        alike = (s for s in self.sides if s.num_tokens == 0 and s.exactness == side.exactness)
+        return min(alike, key=lambda s: s.is_headless, default=None)
 
     def ratio(self, side: Side) -> float | None:
         """Return a side's output tokens/s over the plain one's."""
-        return side.tokens_per_second / self.plain.tokens_per_second if self.plain is not None else None
+        plain = self.plain_of(side)
+        return side.tokens_per_second / plain.tokens_per_second if plain is not None else None
+
+    def other(self, side: Side, exactness: str) -> Side | None:
+        """The side that differs from `side` in its products alone."""
+        key = (side.num_tokens, side.is_headless, exactness)
+        return next((s for s in self.sides if (s.num_tokens, s.is_headless, s.exactness) == key), None)
 
     def context(self, side: Side) -> float:
         """Tokens that a row holds in the middle of its answer, as a mean over rows."""
@@ -215,20 +157,41 @@ class Case:
 
     @property
     def num_different_rows(self) -> int:
-        """Rows whose token ids were not the same in every round of every side; exactness says 0."""
-        rounds = [r for side in self.sides for r in side.rounds]
+        """Rows whose token ids were not the same in every round of every exact side; exactness says 0.
+
+        Without an exact side, of all.
+        """
+        sides = [side for side in self.sides if side.exactness == "exact"] or self.sides
+        rounds = [r for side in sides for r in side.rounds]
         first = rounds[0].token_ids
         return sum(any(r.token_ids[row] != ids for r in rounds[1:]) for row, ids in first.items())
 
 
 @dataclass(slots=True)
 class BenchResult:
-    """What a benchmark measured. is_synthetic: drafts were accepted by lot, so that tokens say nothing."""
+    """What a benchmark measured, one start for each engine.
+
+    is_synthetic: drafts were accepted by lot; skips_prompts: prompts counted as computed. Then tokens say nothing.
+    """
 
     cases: list[Case]
     machine: Machine = NO_MACHINE
     is_synthetic: bool = False
+    skips_prompts: bool = False
+    starts: list[EngineStart] = field(default_factory=list)
     peer: PeerResult | None = None
+
+    def joined(self, other: BenchResult) -> BenchResult:
+        """Return both as one: the other's sides behind these, of the same workloads."""
+        cases = [
+            replace(mine, sides=mine.sides + theirs.sides) for mine, theirs in zip(self.cases, other.cases, strict=True)
+        ]
+        return replace(self, cases=cases, starts=self.starts + other.starts)
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the tokens are those that the model gives."""
+        return not self.is_synthetic and not self.skips_prompts
 
     @property
     def num_rows_like_peer(self) -> int:
@@ -242,6 +205,8 @@ class BenchResult:
         ceilings = self.machine.ceilings
         return {
             "ceilings": ceilings._asdict() if ceilings is not None else None,
+            "skips_prompts": self.skips_prompts,
+            "engines": [start.as_dict() for start in self.starts],
             "cases": [self._case(case) for case in self.cases],
             "peer": self.peer.as_dict() if self.peer is not None else None,
         }
@@ -253,16 +218,18 @@ class BenchResult:
             "prompt_tokens": case.prompt_tokens,
             "rounds": len(case.sides[0].rounds),
             "sides": [self._side(case, side) for side in case.sides],
-            "equal": None if self.is_synthetic else case.num_different_rows == 0,
-            "different_rows": None if self.is_synthetic else case.num_different_rows,
+            "equal": case.num_different_rows == 0 if self.has_tokens else None,
+            "different_rows": case.num_different_rows if self.has_tokens else None,
         }
 
     def _side(self, case: Case, side: Side) -> dict[str, object]:
         decode = side.decode(case.context(side), self.machine)
-        share = side.run_floor_share(case.shape, self.machine) if case.shape is not None else None
+        share = self.run_floor_share(case, side)
         ratio = case.ratio(side)
         return {
             "num_tokens": side.num_tokens,
+            "exactness": side.exactness,
+            "headless": side.is_headless,
             "tokens_per_second": round(side.tokens_per_second, 2),
             "tokens_per_second_rounds": [round(r.tokens_per_second, 2) for r in side.rounds],
             "ratio_to_plain": round(ratio, 4) if ratio is not None else None,
@@ -272,6 +239,8 @@ class BenchResult:
             "ms_per_step": {part: round(side.ms_per_step(part), 4) for part in BENCH_PARTS},
             "decode": decode.as_dict() if decode is not None else None,
             "run_floor_share": round(share, 4) if share is not None else None,
+            "decoded_alone": side.alone is not None,
+            "trace": self._trace(side, decode),
             "idle": {name: round(share, 4) for name, share in side.idle._asdict().items()} if side.idle else None,
             "spec": {
                 **side.spec.as_dict(),
@@ -279,4 +248,25 @@ class BenchResult:
                 "acceptance_rate": round(side.spec.acceptance_rate, 4),
                 "acceptance_per_pos": [round(rate, 4) for rate in side.spec.acceptance_per_pos],
             },
+        }
+
+    def run_floor_share(self, case: Case, side: Side) -> float | None:
+        """Return the floor of a side's whole run over its time; None for rows of a file or without a cost model."""
+        if case.shape is None:
+            return None
+        return side.run_floor_share(case.shape, self.machine, with_prompts=not self.skips_prompts)
+
+    def _trace(self, side: Side, decode: DecodeFigures | None) -> dict[str, object] | None:
+        traced = side.traced
+        if traced is None or decode is None:
+            return None
+        floor = decode.attention_floor(self.machine)
+        return {
+            "steps": traced.num_steps,
+            "ms": round(1e3 * traced.period, 4),
+            "busy_ms": round(1e3 * traced.busy, 4),
+            "idle_share": round(max(0.0, 1 - traced.busy / decode.period), 4),
+            "attention_ms": round(1e3 * traced.attention, 4),
+            "attention_floor_ms": round(1e3 * floor, 4) if floor is not None else None,
+            "attention_floor_share": round(floor / traced.attention, 4) if floor and traced.attention else None,
         }

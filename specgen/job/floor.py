@@ -8,10 +8,16 @@ KV, and multiply-adds (as two operations). Not counted is what a kernel can keep
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
+from specgen.kernels.float8_linear import MAX_ROWS
+from specgen.models.cheap_drafts import LARGE_WEIGHT
 from specgen.models.config import DeepseekV3Config, ModelConfig
 from specgen.models.dense_config import DenseConfig
+from specgen.models.fp8 import BLOCK
+
+_Shape = tuple[int, int]
 
 
 class Ceilings(NamedTuple):
@@ -85,17 +91,24 @@ class _Tokens(NamedTuple):
 
 
 class DraftCosts(NamedTuple):
-    """How draft layers are cheaper than the target's. float8: their head and experts are held in FP8 (a byte).
+    """How draft layers differ from the target's.
 
-    vocab_size: rows of their head, None is all.
+    float8: their large products and experts are held in FP8, as `cheapen` does it. vocab_size: rows of their head, None
+    is all. config: the shape of a head that comes in a folder of its own; None is the target's.
     """
 
     float8: bool = False
     vocab_size: int | None = None
+    config: DenseConfig | None = None
 
 
 AS_TARGET = DraftCosts()
-_IN_FLOAT8 = ("head", "experts", "shared experts")
+_EXPERTS = ("experts", "shared experts")
+# Products that stay in FP8 where a checkpoint stores them so; what is folded into latent attention does not.
+_KEPT = ("attention products", "mlp", *_EXPERTS)
+# Those of draft layers that are made FP8 where they are large.
+_CHEAP = ("eh_proj", "attention products", "mlp")
+_SCALE_BYTES = 4
 
 
 class CostModel:
@@ -107,18 +120,24 @@ class CostModel:
         weight_bytes: int,
         kv_bytes: int | None = None,
         drafts: DraftCosts = AS_TARGET,
+        keeps_float8: bool = False,
     ) -> None:
-        """KV elements are as large as weights unless said otherwise."""
+        """KV elements are as large as weights unless said otherwise.
+
+        `keeps_float8`: products that FP8 checkpoints store in FP8 are a byte an element, and a scale a block.
+        """
         self.config = config
+        self._draft_config = drafts.config or config
         self._weight_bytes = weight_bytes
         self._kv_bytes = kv_bytes or weight_bytes
         self._drafts = drafts
+        self._keeps_float8 = keeps_float8
 
     def decode(self, rows: float, context: float, num_drafts: int) -> Cost:
         """A step of `rows` rows with `context` tokens of KV each, which verifies and proposes `num_drafts` a row."""
         verify = _Tokens(rows * (1 + num_drafts), rows * context, rows * (1 + num_drafts) * context)
         ops = self._target(verify, verify.num)
-        num_layers = min(self.config.num_nextn_predict_layers, num_drafts)
+        num_layers = min(self._draft_config.num_nextn_predict_layers, num_drafts)
         for _ in range(num_layers):
             ops += self._draft_layer(verify)
         for step in range(num_drafts):
@@ -135,7 +154,7 @@ class CostModel:
         chunk = total / num_steps
         step = _Tokens(chunk, chunk, prompts * prompt_len * (prompt_len + 1) / 2 / num_steps, expanded=True)
         ops = self._target(step, prompts / num_steps)
-        for _ in range(min(self.config.num_nextn_predict_layers, num_drafts)):
+        for _ in range(min(self._draft_config.num_nextn_predict_layers, num_drafts)):
             ops += self._draft_layer(step)
         return Cost(tuple(op._replace(num_bytes=op.num_bytes * num_steps, flops=op.flops * num_steps) for op in ops))
 
@@ -143,72 +162,92 @@ class CostModel:
         c = self.config
         ops: list[Op] = []
         for layer in range(c.num_hidden_layers):
-            ops += self._layer("target", tokens, c.is_moe_layer(layer))
+            ops += self._layer("target", c, tokens, c.is_moe_layer(layer))
         return [*ops, self._head("target", num_logits)]
 
     def _draft_layer(self, tokens: _Tokens) -> list[Op]:
-        c = self.config
-        project = self._product("draft", "eh_proj", 2 * c.hidden_size * c.hidden_size, tokens.num)
-        return [project, *self._layer("draft", tokens, c.is_moe_layer(c.num_hidden_layers))]
+        c = self._draft_config
+        project = self._product("draft", "eh_proj", [(c.hidden_size, 2 * c.hidden_size)], tokens.num)
+        return [project, *self._layer("draft", c, tokens, c.is_moe_layer(c.num_hidden_layers))]
 
     def _head(self, part: str, num_logits: float) -> Op:
         vocab_size = self.config.vocab_size
         if part == "draft":
             vocab_size = min(self._drafts.vocab_size or vocab_size, vocab_size)
-        return self._product(part, "head", vocab_size * self.config.hidden_size, num_logits)
+        return self._product(part, "head", [(vocab_size, self.config.hidden_size)], num_logits)
 
-    def _bytes_of(self, part: str, name: str) -> int:
-        """Of an element of a product's weights."""
-        return 1 if part == "draft" and self._drafts.float8 and name in _IN_FLOAT8 else self._weight_bytes
+    def _product(self, part: str, name: str, shapes: list[_Shape], num_tokens: float) -> Op:
+        """Products of `num_tokens` tokens with weights of some shapes [out, in], each read once."""
+        num_bytes = sum(self._bytes_of(part, name, shape, num_tokens) for shape in shapes)
+        return Op(part, name, num_bytes, 2 * sum(math.prod(shape) for shape in shapes) * num_tokens)
 
-    def _product(self, part: str, name: str, num_weights: float, num_tokens: float) -> Op:
-        return Op(part, name, num_weights * self._bytes_of(part, name), 2 * num_weights * num_tokens)
+    def _bytes_of(self, part: str, name: str, shape: _Shape, num_tokens: float) -> float:
+        """Bytes of a weight, its scales included, in the form in which so many tokens read it."""
+        num_out, num_in = shape
+        size = num_out * num_in
+        config = self._draft_config if part == "draft" else self.config
+        is_kept = name not in _EXPERTS or config.moe_intermediate_size % BLOCK == 0
+        if self._keeps_float8 and name in _KEPT and is_kept:
+            return size + _SCALE_BYTES * -(-num_out // BLOCK) * -(-num_in // BLOCK)
+        is_large = name == "head" or (name in _CHEAP and size >= LARGE_WEIGHT)
+        in_float8 = name in _EXPERTS or (is_large and num_tokens <= MAX_ROWS)
+        if part == "draft" and self._drafts.float8 and in_float8:
+            return size + _SCALE_BYTES * num_out
+        return size * self._weight_bytes
 
-    def _layer(self, part: str, tokens: _Tokens, is_moe: bool) -> list[Op]:
-        ops = self._attention(part, tokens)
-        c = self.config
+    def _layer(self, part: str, c: DeepseekV3Config | DenseConfig, tokens: _Tokens, is_moe: bool) -> list[Op]:
+        ops = self._attention(part, c, tokens)
         if not is_moe:
-            return [*ops, self._product(part, "mlp", 3 * c.hidden_size * c.intermediate_size, tokens.num)]
-        expert = 3 * c.hidden_size * c.moe_intermediate_size
+            return [*ops, self._product(part, "mlp", _gated(c.hidden_size, c.intermediate_size), tokens.num)]
+        expert = _gated(c.hidden_size, c.moe_intermediate_size)
         touched = expected_experts(c.n_routed_experts, c.num_experts_per_tok, tokens.num)
-        flops = 2 * expert * c.num_experts_per_tok * tokens.num
-        ops.append(self._product(part, "router", c.n_routed_experts * c.hidden_size, tokens.num))
-        ops.append(Op(part, "experts", touched * expert * self._bytes_of(part, "experts"), flops))
+        one = self._product(part, "experts", expert, c.num_experts_per_tok * tokens.num)
+        ops.append(self._product(part, "router", [(c.n_routed_experts, c.hidden_size)], tokens.num))
+        ops.append(one._replace(num_bytes=touched * one.num_bytes))
         if c.n_shared_experts:
-            ops.append(self._product(part, "shared experts", c.n_shared_experts * expert, tokens.num))
+            ops.append(self._product(part, "shared experts", expert * c.n_shared_experts, tokens.num))
         return ops
 
-    def _attention(self, part: str, tokens: _Tokens) -> list[Op]:
-        c = self.config
-        weights, per_head = self._grouped(c) if isinstance(c, DenseConfig) else self._latent(c, tokens.expanded)
+    def _attention(self, part: str, c: DeepseekV3Config | DenseConfig, tokens: _Tokens) -> list[Op]:
+        name = "attention products"
+        if isinstance(c, DenseConfig):
+            num_q, per_head = c.num_attention_heads * c.head_dim, 2 * c.head_dim
+            shapes = [(num_q + c.kv_width, c.hidden_size), (c.hidden_size, num_q)]
+            products = self._product(part, name, shapes, tokens.num)
+        else:
+            per_head = c.latent_size + c.kv_lora_rank  # scores over the latent and its rotary key, sums over the latent
+            if tokens.expanded:
+                per_head = c.qk_nope_head_dim + c.qk_rope_head_dim + c.v_head_dim
+            products = self._product(part, name, _latent_shapes(c), tokens.num)
+            head_shape = (c.num_attention_heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank)
+            by_head = self._product(part, "by head", [head_shape], tokens.num)
+            products = Op(part, name, products.num_bytes + by_head.num_bytes, products.flops + by_head.flops)
         kv_bytes = tokens.kv_entries * c.kv_width * self._kv_bytes
-        return [
-            self._product(part, "attention products", weights, tokens.num),
-            Op(part, "attention", kv_bytes, 2.0 * c.num_attention_heads * per_head * tokens.pairs),
-        ]
+        return [products, Op(part, "attention", kv_bytes, 2.0 * c.num_attention_heads * per_head * tokens.pairs)]
 
-    @staticmethod
-    def _grouped(c: DenseConfig) -> tuple[int, int]:
-        """Weights of a layer's products, and multiply-adds of a head for a pair of query and key."""
-        return c.hidden_size * (2 * c.num_attention_heads * c.head_dim + c.kv_width), 2 * c.head_dim
 
-    @staticmethod
-    def _latent(c: DeepseekV3Config, expanded: bool) -> tuple[int, int]:
-        """As `_grouped`."""
-        num_q = c.num_attention_heads * (c.qk_nope_head_dim + c.qk_rope_head_dim)
-        weights = c.hidden_size * ((c.q_lora_rank or num_q) + c.latent_size) + (c.q_lora_rank or 0) * num_q
-        weights += c.num_attention_heads * c.kv_lora_rank * (c.qk_nope_head_dim + c.v_head_dim)
-        weights += c.num_attention_heads * c.v_head_dim * c.hidden_size
-        per_head = c.latent_size + c.kv_lora_rank  # scores over the latent and its rotary key, sums over the latent
-        if expanded:
-            per_head = c.qk_nope_head_dim + c.qk_rope_head_dim + c.v_head_dim
-        return weights, per_head
+def _gated(hidden: int, inner: int) -> list[_Shape]:
+    """The fused weights of a gated MLP or expert."""
+    return [(2 * inner, hidden), (hidden, inner)]
+
+
+def _latent_shapes(c: DeepseekV3Config) -> list[_Shape]:
+    """The fused weights of latent attention, without those that meet the latent head by head."""
+    num_q = c.num_attention_heads * (c.qk_nope_head_dim + c.qk_rope_head_dim)
+    shapes = [((c.q_lora_rank or num_q) + c.latent_size, c.hidden_size)]
+    if c.q_lora_rank:
+        shapes.append((num_q, c.q_lora_rank))
+    return [*shapes, (c.hidden_size, c.num_attention_heads * c.v_head_dim)]
 
 
 def cost_model(
-    config: ModelConfig, weight_bytes: int, kv_bytes: int | None = None, drafts: DraftCosts = AS_TARGET
+    config: ModelConfig,
+    weight_bytes: int,
+    kv_bytes: int | None = None,
+    drafts: DraftCosts = AS_TARGET,
+    keeps_float8: bool = False,
 ) -> CostModel | None:
     """Return the cost model of a model, None for a kind that has none."""
     if not isinstance(config, DeepseekV3Config | DenseConfig):
         return None
-    return CostModel(config, weight_bytes, kv_bytes, drafts)
+    return CostModel(config, weight_bytes, kv_bytes, drafts, keeps_float8)

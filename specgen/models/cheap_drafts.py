@@ -22,7 +22,7 @@ from specgen.models.families import DraftModel, TargetModel
 from specgen.models.layers import Head, Linear
 
 # Elements of a projection from which on FP8 pays: smaller ones are read within the time of the launch it adds.
-_LARGE = 1 << 24
+LARGE_WEIGHT = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def cheapen(mtp: DraftModel, target: TargetModel, options: CheapDrafts) -> None:
             if isinstance(module, MoE):
                 module.hold_in_float8()
             for name, part in list(module.named_children()):
-                if isinstance(part, Linear) and part.weight.numel() >= _LARGE:
+                if isinstance(part, Linear) and part.weight.numel() >= LARGE_WEIGHT:
                     setattr(module, name, Float8Linear(part.weight, part, part.weight.dtype))
     made: dict[int, nn.Module] = {}
     for i, head in enumerate(mtp.heads):

@@ -24,6 +24,7 @@ from specgen.models.weights import Plan, Target
 
 Fill = Callable[[torch.Tensor], torch.Tensor] | None
 
+_DRAFT_PROJECTIONS = ("eh_proj.weight", "input_proj.weight")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
@@ -48,7 +49,7 @@ def as_if_stored(plan: Plan) -> dict[str, StoredTensor]:
         if (
             len(target.shape) == 2
             and name.endswith(("_proj.weight", "_proj_with_mqa.weight"))
-            and "eh_proj" not in name
+            and not name.endswith(_DRAFT_PROJECTIONS)
         ):
             blocks = (-(-target.shape[0] // BLOCK), -(-target.shape[1] // BLOCK))
             stored[name] = StoredTensor(name, Path(), "F8_E4M3", target.shape, 0, 0)

@@ -51,6 +51,12 @@ class ForwardGraphs:
         self._max_seq_len = max_seq_len
         self._pool = pool
         self._graphs: dict[tuple[int, int], _Graph] = {}
+        self.capture_seconds = 0.0
+
+    @property
+    def num_captured(self) -> int:
+        """Graphs so far, which took `capture_seconds`."""
+        return len(self._graphs)
 
     def run(self, input_ids: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """Hidden states `[T, H]` of a step of at most the most tokens and rows; valid until the next call."""
@@ -88,5 +94,7 @@ class ForwardGraphs:
             max_seq_len=max_seq_len,
         )
         graph, hidden = capture(lambda: self._forward(input_ids, context), self._pool)
-        logger.debug("captured a forward of %d tokens in %.2f s", num_tokens, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        self.capture_seconds += seconds
+        logger.debug("captured a forward of %d tokens in %.2f s", num_tokens, seconds)
         return _Graph(graph, input_ids, context, hidden)

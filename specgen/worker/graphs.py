@@ -104,6 +104,12 @@ class DecodeGraphs:
         self._max_seq_len = states.block_tables.shape[1] * block_size
         self._graphs: dict[tuple[int, int, ProcessorNeeds], _Graph] = {}
         self._pool = pool
+        self.capture_seconds = 0.0
+
+    @property
+    def num_captured(self) -> int:
+        """Graphs so far, which took `capture_seconds`."""
+        return len(self._graphs)
 
     def fits(self, rows: list[ScheduledRow]) -> bool:
         """Whether every row only decodes."""
@@ -132,7 +138,9 @@ class DecodeGraphs:
             lambda: self._run_step(self._uniform_batch(inputs, max_seq_len, needs)),  # padded rows change nothing
             self._pool,
         )
-        logger.debug("captured a decode step of %d rows in %.2f s", size, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        self.capture_seconds += seconds
+        logger.debug("captured a decode step of %d rows in %.2f s", size, seconds)
         return _Graph(graph, inputs, tokens)
 
     def _uniform_batch(self, inputs: torch.Tensor, max_seq_len: int, needs: ProcessorNeeds) -> InputBatch:

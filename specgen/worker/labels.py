@@ -12,9 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from specgen.models.cheap_drafts import Float8Linear
+from specgen.models.kept_float8 import BlockFloat8Linear
+from specgen.models.layers import Linear
 from specgen.worker.model_runner import ModelRunner
 
-# What the names of ranges begin with: "part:target", "module:self_attn:MLAAttention".
+# What the names of ranges begin with: "part:target", "module:o_proj:Linear:8388608", which has the weight's bytes.
 PART, MODULE = "part:", "module:"
 
 
@@ -46,7 +49,7 @@ class StepLabels:
         self._runner.forward_graphs = self._forward_graphs
 
     def _label(self, name: str, module: nn.Module) -> None:
-        range_name = f"{MODULE}{name}:{type(module).__name__}"
+        range_name = f"{MODULE}{name}:{type(module).__name__}:{_weight_bytes(module)}"
 
         def enter(*_: object) -> None:
             self._open.append(_opened(range_name))
@@ -61,6 +64,15 @@ class StepLabels:
         if self._part is not None:
             self._part.__exit__(None, None, None)
         self._part = _opened(PART + part) if part else None
+
+
+def _weight_bytes(module: nn.Module) -> int:
+    """Of a module that is one product with one weight, scales included; else 0."""
+    if isinstance(module, Float8Linear):
+        return module.rounded.values.nbytes + module.rounded.scale.nbytes
+    if isinstance(module, Linear | BlockFloat8Linear):
+        return sum(weight.nbytes for weight in module.parameters(recurse=False))
+    return 0
 
 
 def _opened(name: str) -> Any:

@@ -8,6 +8,7 @@ events between them as nodes of the graph (`torch.cuda.Event(external=True)`); e
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable
@@ -17,6 +18,8 @@ import torch
 
 # `graph`: a whole decode step launched as one CUDA graph; the others are the parts of any other step
 PARTS = ("graph", "target", "sampling", "draft")
+# How many of the last steps of a size are remembered one by one.
+_REMEMBERED = 4096
 # Parts within a decode step, however it was launched.
 STEP_PARTS = ("target", "sampling", "draft")
 
@@ -29,7 +32,7 @@ class DecodeTimes:
 
     seconds: of `steps`, from a step's first operation to its last. period_seconds: of `periods`, from the start of a
     step to the start of the decode-only step right after it, the gap between them included. part_seconds: of
-    `timed_steps`, whose parts are known.
+    `timed_steps`, whose parts are known. last_seconds, last_periods: the same of the last steps, one by one.
     """
 
     steps: int = 0
@@ -38,6 +41,18 @@ class DecodeTimes:
     period_seconds: float = 0.0
     timed_steps: int = 0
     part_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STEP_PARTS, 0.0))
+    last_seconds: list[float] = field(default_factory=list, repr=False)
+    last_periods: list[float] = field(default_factory=list, repr=False)
+
+    @property
+    def median_seconds(self) -> float:
+        """Of a step, from its first operation to its last; the mean where single steps are not remembered."""
+        return statistics.median(self.last_seconds) if self.last_seconds else self.seconds / self.steps
+
+    @property
+    def median_period(self) -> float:
+        """From the start of a step to the start of the next, likewise."""
+        return statistics.median(self.last_periods) if self.last_periods else self.period_seconds / self.periods
 
     def since(self, before: DecodeTimes) -> DecodeTimes:
         """What came on top of `before`, which was this."""
@@ -48,6 +63,8 @@ class DecodeTimes:
             self.period_seconds - before.period_seconds,
             self.timed_steps - before.timed_steps,
             {part: value - before.part_seconds[part] for part, value in self.part_seconds.items()},
+            _last(self.last_seconds, self.steps - before.steps),
+            _last(self.last_periods, self.periods - before.periods),
         )
 
 
@@ -135,7 +152,9 @@ class StepTimer:
         if step.decode_rows:
             times = self._decode.setdefault(step.decode_rows, DecodeTimes())
             times.steps += 1
-            times.seconds += sum(parts.values())
+            seconds = sum(parts.values())
+            times.seconds += seconds
+            _remember(times.last_seconds, seconds)
             inner = parts if "graph" not in parts else step.inner
             if inner is not None:
                 times.timed_steps += 1
@@ -144,13 +163,26 @@ class StepTimer:
             if self._last is not None and self._last.decode_rows:
                 before = self._decode[self._last.decode_rows]
                 before.periods += 1
-                before.period_seconds += _seconds_between(self._last.marks[0][1], step.marks[0][1])
+                period = _seconds_between(self._last.marks[0][1], step.marks[0][1])
+                before.period_seconds += period
+                _remember(before.last_periods, period)
         self._last = step
 
     @staticmethod
     def _is_done(step: _Step) -> bool:
         last = step.marks[-1][1]
         return isinstance(last, float) or last.query()
+
+
+def _remember(values: list[float], value: float) -> None:
+    """Appends, and now and then forgets the oldest half."""
+    values.append(value)
+    if len(values) >= 2 * _REMEMBERED:
+        del values[:_REMEMBERED]
+
+
+def _last(values: list[float], num: int) -> list[float]:
+    return values[max(0, len(values) - num) :]
 
 
 def _by_part(marks: list[_Mark]) -> dict[str, float]:

@@ -71,6 +71,7 @@ class StepTrace:
             activities=activities,
             schedule=torch.profiler.schedule(wait=0, warmup=_WARM_UP_STEPS, active=self._num_steps, repeat=1),
             on_trace_ready=self._write,
+            acc_events=True,  # there is one cycle: nothing to warn of
         )
         self._profiler.start()
 

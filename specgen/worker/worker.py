@@ -19,6 +19,7 @@ from specgen.kernels.float8_linear import FLOAT8
 from specgen.models.cheap_drafts import AS_LOADED, CheapDrafts
 from specgen.models.config import ModelConfig
 from specgen.models.loading import load_model
+from specgen.models.packing import pack_products
 from specgen.models.weights import OnProgress
 from specgen.sampling_params import SamplingParams
 from specgen.worker.cpu_threads import CpuThreads
@@ -27,6 +28,7 @@ from specgen.worker.memory import MemoryBudget, plan_memory
 from specgen.worker.model_runner import ModelRunner, SampledStep
 from specgen.worker.sampler import Noise, Sampler
 from specgen.worker.speculator import DRAFTING, Drafter, Drafting, MTPSpeculator
+from specgen.worker.startup import StartUp, compile_clock
 from specgen.worker.states import RequestStates
 from specgen.worker.trace import StepTrace
 
@@ -193,6 +195,9 @@ class Worker:
     def _build(self) -> None:
         c = self.config
         num_own = 0 if self._drafter_factory is not None else c.num_speculative_tokens
+        clock = compile_clock()
+        self._compiled_before = replace(clock)
+        started = time.perf_counter()
         self.model = load_model(
             c.folder,
             c.model,
@@ -205,6 +210,11 @@ class Worker:
             c.cheap_drafts,
             c.keeps_float8,
         )
+        if c.device.type == "cpu":
+            pack_products(self.model.target, self.model.mtp)
+        if c.device.type == "cuda":
+            torch.cuda.synchronize(c.device)  # random weights are still being made
+        self.weight_seconds = time.perf_counter() - started
         self.num_draft_layers = self.model.mtp.num_layers if self.model.mtp is not None else 0
         self.states = RequestStates(
             c.max_num_seqs,
@@ -215,13 +225,30 @@ class Worker:
             c.device,
             keeps_draft_logits=c.by_ratio and c.num_speculative_tokens > 0,
         )
+        started = time.perf_counter()
         self.budget = self._plan_memory()
+        self.largest_step_seconds = time.perf_counter() - started
         self.kv_caches = self._new_kv_caches(self.budget.num_blocks)
         self.runner = self._new_runner(self.kv_caches)
         if self._uses_graphs:
             self.runner.use_graphs(c.max_num_seqs, c.max_num_batched_tokens)
         self._threads = self._tuned_threads()
         self._started: float | None = None  # of a decode step, if it is timed for the threads
+
+    def start_up(self) -> StartUp:
+        """Where the time went so far; `ready_seconds` is for whoever waited to add."""
+        graphs = [g for g in (self.runner.graphs, self.runner.forward_graphs) if g is not None]
+        clock, before = compile_clock(), self._compiled_before
+        return StartUp(
+            weight_bytes=self.model.num_bytes,
+            weight_seconds=self.weight_seconds,
+            largest_step_seconds=self.largest_step_seconds,
+            num_graphs=sum(g.num_captured for g in graphs),
+            graph_seconds=sum(g.capture_seconds for g in graphs),
+            num_compiled=clock.num_compiled - before.num_compiled,
+            num_cached=clock.num_cached - before.num_cached,
+            compile_seconds=clock.seconds - before.seconds,
+        )
 
     @property
     def block_bytes(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -539,3 +540,18 @@ def test_the_random_loads_preempt_and_hit() -> None:
     assert s.num_preemptions > 0
     assert any(new.kv_start == 8 for out in device.steps for new in out.new_rows)
     assert any(row.num_draft_tokens == K for out in device.steps for row in out.rows)
+
+
+def test_given_tokens_count_as_computed_and_take_their_blocks() -> None:
+    """Row 0: 10 of 11 prompt tokens are given, so that its first step decodes. Row 1: all of 6, of which one stays."""
+    s = scheduler()
+    given = [replace(new(0, 11), num_given_tokens=10), replace(new(1, 6), num_given_tokens=6), new(2, 5)]
+    add(s, *given)
+    out = s.schedule()
+    assert shape(out) == [(0, 1, 0, True), (1, 1, 0, True), (2, 5, 0, True)]
+    assert [row.is_decode for row in out.rows] == [True, True, False]
+    assert [(row.num_computed_tokens, row.kv_start) for row in out.new_rows] == [(10, 0), (5, 0), (0, 0)]
+    assert [len(row.new_blocks) for row in out.rows] == [4, 3, 2], "for prompt, token and lookahead"
+    outputs = feed(s, out)
+    assert [output.request_id for output in outputs] == [0, 1, 2]
+    assert all(output.num_cached_tokens == 0 for output in outputs)

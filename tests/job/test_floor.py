@@ -1,9 +1,19 @@
 """The cost model against figures worked out by hand for a 16 B DeepSeek-V3 layout."""
 
 import pytest
+import torch
+from tiny import CONFIG
+from tiny_dense import CONFIGS
+from torch import nn
 
+from specgen.job import floor
 from specgen.job.floor import Ceilings, Cost, CostModel, DraftCosts, Op, cost_model, expected_experts
+from specgen.models import cheap_drafts
+from specgen.models.cheap_drafts import CheapDrafts, Float8Linear
 from specgen.models.config import parse_config
+from specgen.models.dense_config import DenseConfig
+from specgen.models.layers import Embedding
+from specgen.models.loading import load_model
 
 # 27 layers (the first dense), hidden 2048, 64 experts of 1408, top 6, 2 shared; MLA with 16 heads and no query latent.
 DS16B = {
@@ -129,13 +139,15 @@ def test_cheap_drafts_lower_the_drafts_part_alone() -> None:
     before, after = plain.decode(1, 100, 3), cheap.decode(1, 100, 3)
     assert before.of("target") == after.of("target")
     was, now = before.kinds, after.kinds
-    assert now["draft", "head"].num_bytes == 3 * 32768 * 2048
+    assert now["draft", "head"].num_bytes == 3 * (32768 * 2048 + 4 * 32768), "a byte an element, a scale a row"
     assert now["draft", "head"].flops < was["draft", "head"].flops
     for name in ("experts", "shared experts"):
-        assert now["draft", name].num_bytes * 2 == was["draft", name].num_bytes
+        assert now["draft", name].num_bytes == pytest.approx(was["draft", name].num_bytes / 2, rel=3e-3)
         assert now["draft", name].flops == was["draft", name].flops
-    assert now["draft", "eh_proj"] == was["draft", "eh_proj"]
+    assert now["draft", "eh_proj"] == was["draft", "eh_proj"], "too small to pay"
     assert now["draft", "attention products"] == was["draft", "attention products"]
+    many = cheap.decode(65, 100, 3).kinds["draft", "head"]
+    assert many.num_bytes == 3 * 32768 * 2048 * 2, "more rows than its kernel takes: the weights as they were loaded"
 
 
 def test_a_float8_cache_halves_the_keys_and_values_alone() -> None:
@@ -146,3 +158,139 @@ def test_a_float8_cache_halves_the_keys_and_values_alone() -> None:
         is_attention = kind[1] == "attention"
         assert narrow_ops[kind].num_bytes == cost.num_bytes * (0.5 if is_attention else 1)
         assert narrow_ops[kind].flops == cost.flops
+
+
+# A slice of DeepSeek-V3: 4 layers (the first dense) of 7168, 256 experts of 2048, top 8 in 4 of 8 groups, 1 shared.
+DSV3 = DS16B | {
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 128,
+    "n_shared_experts": 1,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "q_lora_rank": 1536,
+}
+
+
+def test_kept_float8_and_latent_queries_by_hand() -> None:
+    """32 rows, K = 1, 1000 tokens each, FP8 kept, FP8 cache. Worked out on paper from the published shapes.
+
+    64 tokens touch 256 x (1 - (248/256)^64) = 222.442 experts. A byte an element, 4 bytes a block of 128 x 128:
+    q_a and kv_a (1536 + 576) x 7168 (17 x 56 blocks), q_b 24576 x 1536 (192 x 12), o 7168 x 16384 (56 x 128);
+    kv_b 128 x 256 x 512 in bfloat16; an expert 3 x 7168 x 2048 (32 x 56 + 56 x 16 blocks).
+    """
+    found = cost_model(parse_config(DSV3, "test"), 2, 1, keeps_float8=True)
+    assert found is not None
+    cost = found.decode(32, 1000, 1)
+    attention = 15_138_816 + 37_748_736 + 117_440_512 + 4 * (952 + 2304 + 7168) + 2 * 16_777_216
+    expert = 44_040_192 + 4 * 2688
+    dense = 3 * 7168 * 18432 + 4 * (288 * 56 + 56 * 144)
+    moe_layer = 222.442488 * expert + expert + 2 * 256 * 7168
+    kv = 32 * 1000 * 576
+    head = 2 * 129280 * 7168
+    target = 4 * (attention + kv) + dense + 3 * moe_layer + head
+    draft = 2 * 2 * 7168 * 7168 + attention + kv + moe_layer + head
+    assert cost.of("target").num_bytes == pytest.approx(target, rel=1e-6)
+    assert cost.of("draft").num_bytes == pytest.approx(draft, rel=1e-6)
+    assert target == pytest.approx(32.68e9, rel=1e-3)
+    used = 170_328_064 + 16_777_216  # a token's multiply-adds: products of a layer's attention
+    pairs = 128 * (576 + 512) * 1000
+    flops = 4 * (used + pairs) + 3 * 7168 * 18432 + 3 * (9 * 44_040_192 + 256 * 7168) + 129280 * 7168
+    assert cost.of("target").flops == pytest.approx(2 * 64 * flops, rel=1e-6)
+
+
+MIMO = {
+    "model_type": "mimo",
+    "attention_bias": True,
+    "vocab_size": 151680,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 36,
+    "num_nextn_predict_layers": 1,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 32768,
+    "rope_theta": 640000.0,
+}
+
+
+def test_a_dense_model_with_float8_drafts_by_hand() -> None:
+    """8 rows of 2000 tokens, K = 2: a layer is 4096 x 6144 + 4096 x 4096 + 3 x 4096 x 11008 = 177.2 M weights.
+
+    The draft layer's products are all of 2^24 weights or more: a byte each and a scale a row, up to 64 tokens a pass
+    (24 in its first pass, 8 in its second).
+    """
+    found = cost_model(parse_config(MIMO, "test"), 2, drafts=DraftCosts(float8=True))
+    assert found is not None
+    cost = found.decode(8, 2000, 2)
+    layer, head = 25_165_824 + 16_777_216 + 135_266_304, 621_281_280
+    kv = 2 * 8 * 2000 * 2 * 8 * 128
+    assert cost.of("target").num_bytes == 36 * (2 * layer + kv) + 2 * head
+    rows = 6144 + 4096 + 22016 + 4096  # of qkv, o, gate and up, down
+    a_pass = 33_554_432 + 4 * 4096 + layer + 4 * rows + kv + head + 4 * 151680
+    assert cost.of("draft").num_bytes == 2 * a_pass
+    assert cost.of("draft").flops == 2 * ((24 + 8) * (33_554_432 + layer + 32 * 256 * 2000) + 2 * 8 * head)
+    wide = found.decode(64, 2000, 2).kinds["draft", "eh_proj"]
+    assert wide.num_bytes == (33_554_432 * 2) + (33_554_432 + 4 * 4096), "192 tokens in bfloat16, then 64 in FP8"
+
+
+def _bytes_there(model: nn.Module) -> int:
+    """Of all weights that a step reads whole, without scales: every matrix but the embedding, each module's once."""
+    total = 0
+    for module in model.modules():
+        if isinstance(module, Float8Linear):
+            total += module.rounded.values.nbytes
+        elif not isinstance(module, Embedding):
+            own = [p for name, p in module.named_parameters(recurse=False) if "scale" not in name]
+            total += sum(p.nbytes for p in own if p.dim() > 1)
+    return total
+
+
+@pytest.mark.parametrize("float8", ["none", "kept", "drafts"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "mimo", "qwen3"])
+def test_the_floor_reads_the_weights_that_are_there(family: str, float8: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all experts touched: the bytes of the cost model, scales apart, are those of the loaded model's weights."""
+    shapes = {"hidden_size": 128, "vocab_size": 96, "moe_intermediate_size": 128, "q_lora_rank": 128}
+    experts = {"num_experts_per_tok": 4, "n_group": 1, "topk_group": 1, "n_routed_experts": 4}
+    raw = (CONFIG if family == "deepseek_v3" else CONFIGS[family]) | shapes | experts | {"model_type": family}
+    config = parse_config(raw, "test")
+    num_drafts = min(1, config.num_nextn_predict_layers)
+    cheap = CheapDrafts(float8 == "drafts")
+    monkeypatch.setattr(cheap_drafts, "LARGE_WEIGHT", 1)
+    monkeypatch.setattr(floor, "LARGE_WEIGHT", 1)
+    monkeypatch.setattr(floor, "_SCALE_BYTES", 0)
+    device, kept = torch.device("cpu"), float8 == "kept"
+    model = load_model(None, config, num_drafts, 64, torch.bfloat16, device, cheap_drafts=cheap, keeps_float8=kept)
+    found = cost_model(config, 2, drafts=DraftCosts(cheap.float8), keeps_float8=kept)
+    assert found is not None
+    cost = found.decode(1, 0, num_drafts)
+    assert isinstance(model.target, nn.Module)
+    assert cost.of("target").num_bytes == _bytes_there(model.target)
+    if num_drafts:
+        assert isinstance(model.mtp, nn.Module)
+        # the target's head, where FP8 drafts share it, is there beside its copy
+        assert cost.of("draft").num_bytes == _bytes_there(model.mtp) - _wide_bytes(model.mtp)
+
+
+def _wide_bytes(model: nn.Module) -> int:
+    """Of weights that are kept beside their copy in FP8, for steps of many rows."""
+    wide = [module.wide for module in model.modules() if isinstance(module, Float8Linear)]
+    return sum(part.weight.nbytes for part in wide if part is not None)
+
+
+def test_a_head_of_its_own_folder_has_its_own_shape() -> None:
+    """A target without draft layers, and a head of half its inner size: one pass a draft."""
+    target = parse_config(MIMO | {"num_nextn_predict_layers": 0}, "test")
+    head = parse_config(MIMO | {"intermediate_size": 5504}, "test")
+    assert isinstance(head, DenseConfig)
+    found = cost_model(target, 2, drafts=DraftCosts(config=head))
+    assert found is not None
+    kinds = found.decode(4, 0, 2).kinds
+    assert kinds["draft", "mlp"].num_bytes == 2 * (2 * 3 * 4096 * 5504)
+    assert kinds["draft", "head"].num_bytes == 2 * (2 * 151680 * 4096)

@@ -13,6 +13,7 @@ from specgen.errors import EngineError
 from specgen.stats import SpecStats
 
 if TYPE_CHECKING:  # it brings torch
+    from specgen.worker.startup import StartUp
     from specgen.worker.timing import DecodeTimes
 
 EOS = 1
@@ -56,6 +57,7 @@ class FakeEngine:
         self._steps: dict[int, random.Random] = {}
         self.description: dict[str, object] = {"device": "fake", "dtype": "float32"}
         self.asked = 0
+        self.decode_rows = 4
         self.tells_parts = self.always_tells_parts = True
         self.traced: list[tuple[Path, int, int]] = []
 
@@ -118,13 +120,18 @@ class FakeEngine:
         return {"steps": self.steps, "target_seconds": 0.5, "sampling_seconds": 0.25, "draft_seconds": 0.125}
 
     def decode_times(self) -> dict[int, DecodeTimes]:
-        """One step more of four rows each time: 2 ms from start to start, 1.5 ms of work in it."""
+        """Ten steps more of `decode_rows` rows each time: 2 ms from start to start, 1.5 ms of work in it."""
         self.asked += 1
-        n = self.asked
+        n = 10 * self.asked
         parts = {"target": 0.001 * n, "sampling": 0.0003 * n, "draft": 0.0002 * n}
         from specgen.worker.timing import DecodeTimes
 
-        return {4: DecodeTimes(n, 0.0015 * n, n, 0.002 * n, n if self.tells_parts else 0, parts)}
+        return {self.decode_rows: DecodeTimes(n, 0.0015 * n, n, 0.002 * n, n if self.tells_parts else 0, parts)}
+
+    def start_up(self) -> StartUp:
+        from specgen.worker.startup import StartUp
+
+        return StartUp(weight_bytes=4_000_000, weight_seconds=0.002, ready_seconds=0.5)
 
     def time_parts(self, wanted: bool) -> None:
         self.tells_parts = wanted or self.always_tells_parts

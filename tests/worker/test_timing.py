@@ -1,12 +1,13 @@
 """The step timer's sums, by a clock that a test moves."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from specgen.worker import timing
-from specgen.worker.timing import StepTimer
+from specgen.worker.timing import DecodeTimes, StepTimer
 
 
 @pytest.fixture
@@ -57,6 +58,25 @@ def test_what_came_since_is_told_from_a_copy(clock: Callable[[float], None]) -> 
     gained = timer.decode_times[3].since(before)
     assert (gained.steps, gained.periods, gained.period_seconds) == (1, 1, 7.0)
     assert gained.part_seconds["target"] == 4.0
+
+
+def test_the_last_steps_are_remembered_one_by_one(clock: Callable[[float], None], monkeypatch: Any) -> None:
+    monkeypatch.setattr(timing, "_REMEMBERED", 4)
+    timer = StepTimer(torch.device("cpu"))
+    for _ in range(3):
+        run_step(timer, clock, 2)
+    before = timer.decode_times[2]
+    for scale in (1.0, 1.0, 10.0):
+        run_step(timer, clock, 2, scale=scale)
+    gained = timer.decode_times[2].since(before)
+    assert gained.last_seconds == [7.0, 7.0, 70.0]
+    assert gained.last_periods == [7.0, 7.0, 7.0]
+    assert gained.median_seconds == 7.0 and gained.seconds == 84.0
+    for _ in range(20):
+        run_step(timer, clock, 2)
+    times = timer.decode_times[2]
+    assert times.steps == 26 and 4 <= len(times.last_seconds) < 8, "the oldest are forgotten"
+    assert DecodeTimes(2, 3.0, 4, 8.0).median_period == 2.0, "the mean where single steps are not known"
 
 
 @pytest.mark.gpu
