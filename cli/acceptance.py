@@ -74,8 +74,8 @@ def _measure(
     interrupts.hold()  # an import that is broken off may take the process with it
     from specgen.engine.client import EngineClient
     from specgen.job.acceptance import measure_acceptance
-    from specgen.job.bench import read_bench_rows
     from specgen.job.verify import prepare_rows
+    from specgen.job.workloads import read_bench_rows
 
     interrupts.release()
     folder = resolve_model(str(recipe.model.path))

@@ -12,11 +12,12 @@ from specgen.cli.render import Console, to_stdout
 from specgen.errors import InputError, RecipeError, RowError
 from specgen.generation_config import declared_sampling, with_generation_config
 from specgen.job.inputs import Input
+from specgen.job.places import check_output
 from specgen.job.plan import RowPlanner
-from specgen.job.prompts import PromptBuilder, chat_template_of
+from specgen.job.prompts import PromptBuilder, chat_template_of, check_token_ids
 from specgen.job.readers import BadRow, Row, no_rows
 from specgen.job.survey import Survey, survey
-from specgen.model_path import resolve_model
+from specgen.model_path import resolve_head, resolve_model
 from specgen.recipe import Recipe, load_recipe
 from specgen.stats import counted
 from specgen.tokenizer import Tokenizer, eos_token_ids
@@ -41,10 +42,15 @@ def check_recipe(recipe_path: Path, input_path: str | None, *, sets: Sequence[st
         raise RecipeError("model.path is missing")
     folder = resolve_model(recipe.model.path)
     tokenizer = Tokenizer(folder)
+    check_token_ids(recipe, folder)
     from specgen.models.config import read_config, resolve_max_model_len
+    from specgen.models.loading import check_model
 
     config = read_config(folder)
     limit = resolve_max_model_len(recipe.engine.max_model_len, config, recipe.origins["engine.max_model_len"])
+    head = recipe.speculation.model
+    head_folder = resolve_head(head) if head is not None else None
+    check_model(folder, config, recipe.speculation.num_tokens, limit, head_folder)
     to_stdout(
         f"# model: {folder}\n"
         f"# draft layers: {config.num_nextn_predict_layers}, vocabulary: {config.vocab_size}, at most {limit} tokens\n"
@@ -55,7 +61,10 @@ def check_recipe(recipe_path: Path, input_path: str | None, *, sets: Sequence[st
     if not recipe.input.paths or (recipe.input.path == "-" and input_path is None):
         to_stdout("# input: rows were not looked at (stdin, or none given)\n")
         return codes.OK
-    return _check_rows(recipe, folder, tokenizer, config, limit)
+    source = Input(recipe.input)
+    if recipe.output.path is not None:
+        check_output(recipe.output.path, inputs=source.files, patterns=source.patterns, recipe_path=recipe_path)
+    return _check_rows(recipe, source, folder, tokenizer, config, limit)
 
 
 def _declared(recipe: Recipe, folder: Path) -> str:
@@ -67,8 +76,9 @@ def _declared(recipe: Recipe, folder: Path) -> str:
     return values + ("" if recipe.model.generation_config == "use" else " (model.generation_config: use takes them)")
 
 
-def _check_rows(recipe: Recipe, folder: Path, tokenizer: Tokenizer, config: "ModelConfig", limit: int) -> int:
-    source = Input(recipe.input)
+def _check_rows(
+    recipe: Recipe, source: Input, folder: Path, tokenizer: Tokenizer, config: "ModelConfig", limit: int
+) -> int:
     template = chat_template_of(recipe, folder, needed=source.is_batch or recipe.input.messages is not None)
     planner = RowPlanner(recipe, is_batch=source.is_batch)
     prompts = PromptBuilder(
@@ -78,6 +88,7 @@ def _check_rows(recipe: Recipe, folder: Path, tokenizer: Tokenizer, config: "Mod
         vocab_size=config.vocab_size,
         template=template,
         planner=planner,
+        eos_token_ids=eos_token_ids(folder, tokenizer),
     )
     if template is not None:
         to_stdout(f"# chat template: {template.origin}\n")

@@ -6,6 +6,7 @@ Imports nothing heavy: each command imports what it needs when it runs.
 """
 
 import contextlib
+import io
 import logging
 import os
 import sys
@@ -76,6 +77,8 @@ def specgen(
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; nothing else in specgen turns errors into messages."""
     _occupy_closed_descriptors()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a help text has signs that not every encoding has
     code = _run_app(args)
     for stream in (sys.stdout, sys.stderr):
         _settle(stream)

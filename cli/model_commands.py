@@ -4,11 +4,11 @@ Knows arguments and help texts; what a command does is in the module of its name
 """
 
 import enum
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from specgen.cli import bench_options as opts
 from specgen.cli.endings import exit_codes
 from specgen.cli.options import JsonFile, RecipeFile, Sets
 from specgen.recipe import ModelSection
@@ -22,11 +22,13 @@ VERIFY_RULE = (
 BENCH_COLUMNS = (
     "tokens/s: output tokens over the wall time of a round, prompts included; × K=0: that over plain decoding's."
     " tokens a step: that a row gains. All further columns are of a decode step with all rows: ms a step, from the"
-    " start of one to the start of the next; target, sampling (verification included) and draft, its parts; gap, the"
-    " time between two steps. On a GPU such a step is one CUDA graph, and the parts come from events within the graph,"
-    " in a pass of its own. floor: ms that the step's weights, KV and arithmetic need at this machine's speed, which is"
-    " measured first by a large copy and a large product; of floor: floor over ms a step. GB/s and TFLOP/s: what the"
-    " step must read and compute over ms a step."
+    " start of one to the start of the next (the median); target, sampling (verification included) and draft, its"
+    " parts; gap, the time between two steps. On a GPU such a step is one CUDA graph, and the parts come from events"
+    " within the graph, in a pass of its own. floor: ms that the step's weights, KV and arithmetic need at this"
+    " machine's speed, which is measured first by a large copy and a large product; of floor: floor over ms a step."
+    " GB/s and TFLOP/s: what the step must read and compute over ms a step. The table of traced steps: busy, ms of a"
+    " step in which the device ran something; idle, the rest of a step without a profiler; attention, ms of its kernels"
+    " in target and draft layers, and the share of their floor."
 )
 ACCEPTANCE_WAYS = (
     "shared: drafts with the target's own noise, judged strictly, as a run has them. unprocessed: the same, but"
@@ -43,85 +45,45 @@ class Against(enum.Enum):
 
 
 def bench(
-    num_spec_tokens: Annotated[
-        str | None,
-        typer.Option(
-            "--num-spec-tokens",
-            "-k",
-            metavar="K[,K…]",
-            help="Drafts a step; several are measured one after another. Without --shape, plain decoding (0) is always"
-            " among them. [default: 0 and the recipe's, or 3]",
-        ),
-    ] = None,
-    recipe: Annotated[
-        Path | None, typer.Option(help="The recipe to measure. [default: the bundled model and prompts]")
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="DIR", help="model.path, over the recipe's: a bundled name, a folder, a hub id."),
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(metavar="CONFIG", help="A config.json; with --random-weights, in place of a model's folder."),
-    ] = None,
-    random_weights: Annotated[
-        bool,
-        typer.Option("--random-weights", help="Fill the model of --config with random weights, at a real scale."),
-    ] = False,
-    shape: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="ROWSxINxOUT",
-            help="Rows at once, prompt tokens, answer tokens: prompts of random ids in place of a file's rows, no"
-            " prefix cache, temperature 1. May be repeated, or a list with commas. [with --random-weights: 32x512x256]",
-        ),
-    ] = None,
-    synthetic_acceptance: Annotated[
-        str | None,
-        typer.Option(
-            metavar="R1,R2,…",
-            help="Accept drafts by lot: R1 is the share of steps that keep the first draft, R2 the first two, …",
-        ),
-    ] = None,
-    exactness: Annotated[str | None, typer.Option(help="engine.exactness. [default: the recipe's, or exact]")] = None,
-    rows: Annotated[int, typer.Option(min=1, help="Rows of the input to use.")] = 64,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of an answer. [default: the recipe's, or 128]")
-    ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each side; medians are shown.")] = 3,
-    temperature: Annotated[
-        float | None, typer.Option(help="Temperature. [default: the recipe's, or 0; 1 with --shape]")
-    ] = None,
-    with_peer: Annotated[
-        bool, typer.Option("--peer", help="Run the rows through transformers' generate too (greedy rows only).")
-    ] = False,
+    num_spec_tokens: opts.Drafts = None,
+    recipe: opts.Recipe = None,
+    model: opts.Model = None,
+    config: opts.Config = None,
+    random_weights: opts.RandomWeights = False,
+    shape: opts.Shapes = None,
+    skip_prompts: opts.SkipPrompts = False,
+    synthetic_acceptance: opts.Acceptance = None,
+    exactness: opts.Exactness = None,
+    rows: opts.Rows = 64,
+    max_tokens: opts.MaxTokens = None,
+    rounds: opts.Rounds = 3,
+    temperature: opts.Temperature = None,
+    with_peer: opts.Peer = False,
     sets: Sets = None,
     json_path: JsonFile = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write a trace of some steady decode steps there, for Perfetto (.json or .json.gz); with several"
-            " shapes or K's, one beside it for each.",
-        ),
-    ] = None,
+    idle: opts.Traced = True,
+    trace: opts.TraceFile = None,
 ) -> None:
     """Measure plain against speculative decoding, on the same rows and in one run."""
-    from specgen.cli.bench import BenchFlags, bench_recipe
+    from specgen.cli.bench import bench_recipe
+    from specgen.cli.bench_setup import BenchFlags
 
-    keys = {"sampling.max_tokens": max_tokens, "sampling.temperature": temperature, "engine.exactness": exactness}
+    keys = {"sampling.max_tokens": max_tokens, "sampling.temperature": temperature}
     flags = BenchFlags(
         recipe_path=recipe,
         model=model,
         config=config,
         random_weights=random_weights,
         shapes=shape or (),
+        skips_prompts=skip_prompts,
         num_spec_tokens=num_spec_tokens,
         acceptance=synthetic_acceptance,
+        exactness=exactness,
         sets=sets or (),
         num_rows=rows,
         num_rounds=rounds,
         json_path=json_path,
+        with_traces=idle,
         trace_path=trace,
         with_peer=with_peer,
     )
@@ -130,43 +92,34 @@ def bench(
 
 
 def profile(
-    model: Annotated[
-        str | None, typer.Option(metavar="DIR", help="The model: a bundled name, a folder, a hub id.")
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(metavar="CONFIG", help="A config.json; with --random-weights, in place of a model's folder."),
-    ] = None,
-    random_weights: Annotated[
-        bool,
-        typer.Option("--random-weights", help="Fill the model of --config with random weights, at a real scale."),
-    ] = False,
-    rows: Annotated[str, typer.Option(metavar="N[,N…]", help="Rows at once; a table for each.")] = "1,32,256",
-    num_spec_tokens: Annotated[int, typer.Option("--num-spec-tokens", "-k", min=0, help="Drafts a step.")] = 3,
-    context: Annotated[int, typer.Option(min=2, help="Tokens that each row holds.")] = 512,
-    exactness: Annotated[str | None, typer.Option(help="engine.exactness.")] = None,
-    top: Annotated[int, typer.Option(min=0, help="Kernels to list for each kind of work, the longest first.")] = 4,
-    traces: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Keep the traces there, two for each number of rows.")
-    ] = None,
+    model: opts.Model = None,
+    config: opts.Config = None,
+    random_weights: opts.RandomWeights = False,
+    rows: opts.RowCounts = "1,32,256",
+    context: opts.Contexts = "512",
+    num_spec_tokens: opts.NumDrafts = 3,
+    exactness: opts.OneExactness = None,
+    top: opts.Top = 4,
+    traces: opts.Traces = None,
     sets: Sets = None,
     json_path: JsonFile = None,
+    markdown: opts.Markdown = None,
 ) -> None:
     """List every kernel of a decode step on a GPU: launches, time, and the floor of what it must move and compute."""
-    from specgen.cli.bench import BenchFlags
-    from specgen.cli.profile import profile_kernels
+    from specgen.cli.bench_setup import BenchFlags
+    from specgen.cli.profile import ProfileFlags, profile_kernels
 
     flags = BenchFlags(
         model=model,
         config=config,
         random_weights=random_weights,
         num_spec_tokens=str(num_spec_tokens),
+        exactness=exactness,
         sets=sets or (),
         json_path=json_path,
     )
-    overrides = {"engine.exactness": exactness} if exactness is not None else {}
     with exit_codes():
-        profile_kernels(flags, overrides, rows=rows, context=context, top=top, traces=traces)
+        profile_kernels(flags, ProfileFlags(rows, context, top, traces, markdown))
 
 
 def verify(

@@ -101,12 +101,14 @@ def _run(
             console.note(f"resuming: {_lines_there(session)}")
         if not session.has_work:
             session.finish()
+            _tell_of_changed(session, console)
             console.note("nothing is left to do")
             return codes.FAILED_ROWS if target.journal.failed else codes.OK
         stats = _run_session(session, folder, interrupts, console, flags)
     finally:
         session.close()
     show_summary(console, stats, target.path, before=_lines_there(session) if target.journal.lines else None)
+    _tell_of_changed(session, console)
     if stats.interrupted:
         written = f"what had finished was written ({counted(stats.samples, 'answer')})"
         resumes = "; the same command goes on from there" if target.is_file else ""
@@ -152,6 +154,15 @@ def _end_now(error: EngineStuckError) -> NoReturn:
     """End the process: an engine that stands still cannot be shut down, and everything is written."""
     to_stderr(f"{error.dump}\nerror: {error}")
     os._exit(codes.BUG)
+
+
+def _tell_of_changed(session: "Session", console: Console) -> None:
+    counts = session.counts
+    if counts.changed:
+        console.warn(
+            f"{counted(counts.changed, 'row')} changed since being answered, the first in {counts.first_changed} of the"
+            " input: the old answers stay (take their lines out, or start over with --fresh)"
+        )
 
 
 def _lines_there(session: "Session") -> str:

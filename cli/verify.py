@@ -84,9 +84,9 @@ def verify_recipe(recipe_path: Path, *, against: str, sets: Sequence[str], num_r
 def _compare(recipe: Recipe, interrupts: Interrupts, against: str, num_rows: int) -> "VerifyResult":
     interrupts.hold()  # an import that is broken off may take the process with it
     from specgen.engine.client import EngineClient
-    from specgen.job.bench import read_bench_rows
     from specgen.job.verify import new_probe, plain_differences, prepare_rows, run_verify
     from specgen.job.verify_peer import load_transformers, require_largest_logit, transformers_differences
+    from specgen.job.workloads import read_bench_rows
 
     interrupts.release()
     folder = resolve_model(str(recipe.model.path))

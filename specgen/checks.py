@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 Check = Callable[[object], Any]
+_DEEPEST = 50  # of values within values: what holds itself has no end
 
 
 def shown(value: object) -> str:
@@ -164,11 +165,19 @@ def text_or_texts(wanted: str) -> Check:
 
 
 def mapping(wanted: str) -> Check:
-    """Return a check for an object whose keys are texts."""
+    """Return a check for an object that JSON can hold: it is written down, and compared with what was written."""
 
     def check(value: object) -> dict[str, Any]:
-        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-            raise _refuse(wanted, value)
+        if not isinstance(value, dict) or not _is_json(value):
+            raise _refuse(f"{wanted}, with texts as keys and nothing in it that JSON cannot hold", value)
         return dict(value)
 
     return check
+
+
+def _is_json(value: object, depth: int = 0) -> bool:
+    if isinstance(value, dict):
+        return depth < _DEEPEST and all(isinstance(k, str) and _is_json(v, depth + 1) for k, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return depth < _DEEPEST and all(_is_json(item, depth + 1) for item in value)
+    return value is None or isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from specgen import checks, yaml_lines
 from specgen.errors import RecipeError
 from specgen.model_path import HUB_ID, known_names
-from specgen.sampling_params import SamplingParams
+from specgen.sampling_params import SamplingError, SamplingParams
 from specgen.seeds import draw_seed
 
 
@@ -311,14 +311,22 @@ def _resolve(settings: Sequence[_Setting], folder: Path, for_bench: bool) -> Rec
     if values.get("sampling.seed") is None:
         values["sampling.seed"] = draw_seed()
         origins["sampling.seed"] = "drawn"
-    sections = {
-        name: section(**{key.split(".")[1]: value for key, value in values.items() if key.split(".")[0] == name})
-        for name, section in SECTIONS.items()
-    }
+    sections = {name: _section(name, values, origins) for name in SECTIONS}
     recipe = Recipe(**sections, origins={key: origins.get(key, "default") for key in KEYS})
     _check_acceptance(recipe, for_bench)
     _check_prompt(recipe)
     return recipe
+
+
+def _section(name: str, values: Mapping[str, Any], origins: Mapping[str, str]) -> Any:
+    """Return a section of the values that were given; two that do not go together are an error where they stand."""
+    given = {key.split(".")[1]: value for key, value in values.items() if key.split(".")[0] == name}
+    try:
+        return SECTIONS[name](**given)
+    except SamplingError as error:
+        places = [origins[f"{name}.{key}"] for key in given if key in error.message.split()]
+        where = ", ".join(dict.fromkeys(places)) or None
+        raise SamplingError(f"{name}.{error.message}", where=where) from None
 
 
 def _check_prompt(recipe: Recipe) -> None:
@@ -373,6 +381,8 @@ def _hint_for(path: str) -> str:
     section, _, name = path.partition(".")
     if path in KEYS:  # only from a file, which has it as one dotted key
         return f"write it as {name}: under {section}:"
+    if path in SECTIONS:  # only from --set, or a program
+        return f"it is a section: name one of its keys, like {next(key for key in KEYS if key.startswith(f'{path}.'))}"
     siblings = [key for key in KEYS if key.startswith(f"{section}.")]
     last = path.rpartition(".")[2]
     elsewhere = [key for key in KEYS if key.endswith(f".{last}")]

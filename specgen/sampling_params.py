@@ -4,7 +4,7 @@ Knows the ranges and how a row's overrides are laid over the recipe's defaults. 
 really gets (`seeds.py`). Nothing comes from the model folder's generation_config: a value not written is the default.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -152,18 +152,27 @@ class SamplingParams:
             object.__setattr__(self, name, checked_param(name, getattr(self, name)))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise SamplingError(f"min_tokens must be at most max_tokens = {self.max_tokens}, not {self.min_tokens}")
-        if self.allowed_token_ids is not None:
-            if self.min_tokens and set(self.stop_token_ids).issuperset(self.allowed_token_ids):
-                raise SamplingError(
-                    "allowed_token_ids must name at least one token id that stop_token_ids does not, as min_tokens is"
-                    f" {self.min_tokens}, not {checks.shown(list(self.allowed_token_ids))}: no token could be chosen"
-                )
-            banned = {word[0] for word in self.bad_words_ids if len(word) == 1}
-            if banned.issuperset(self.allowed_token_ids):
-                raise SamplingError(
-                    "allowed_token_ids must name at least one token id that bad_words_ids leaves, not"
-                    f" {checks.shown(list(self.allowed_token_ids))}: no token could be chosen"
-                )
+        self.require_a_choice(())
+
+    def require_a_choice(self, eos_token_ids: Iterable[int]) -> None:
+        """Return if a first token can be chosen, in a model with these EOS ids.
+
+        Raises: SamplingError if everything that is allowed is ruled out.
+        """
+        if self.allowed_token_ids is None:
+            return
+        takers = {"bad_words_ids": {word[0] for word in self.bad_words_ids if len(word) == 1}}
+        if self.min_tokens:
+            takers["stop_token_ids"] = set(self.stop_token_ids)
+            takers["EOS"] = set() if self.ignore_eos else set(eos_token_ids)
+        allowed = set(self.allowed_token_ids)
+        if allowed.issubset(set().union(*takers.values())):
+            names = " and ".join(name for name, ids in takers.items() if ids & allowed)
+            reason = f" (min_tokens is {self.min_tokens})" if self.min_tokens else ""
+            raise SamplingError(
+                f"allowed_token_ids must name at least one token id that {names} leave to it{reason}, not"
+                f" {checks.shown(list(self.allowed_token_ids))}: no token could be chosen"
+            )
 
     def named_token_ids(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield each parameter that names tokens, with the ids: all must be in the model's vocabulary."""

@@ -5,13 +5,19 @@ text piece by piece. Does not know chat templates.
 """
 
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
+from specgen import checks
 from specgen.errors import ModelError, RowError
+
+logger = logging.getLogger(__name__)
+
+_LFS_START = b"version https://git-lfs"
 
 
 class Tokenizer:
@@ -32,6 +38,9 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ModelError("the model has no tokenizer.json", where=str(folder))
+        if is_lfs_pointer(path):
+            what = "tokenizer.json is Git LFS's pointer to the file, not the file"
+            raise ModelError(what, where=str(folder), hint="git lfs pull")
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
@@ -70,7 +79,9 @@ class Tokenizer:
         return text
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of one id, also of a special token; bytes of half a character give U+FFFD."""
+        """Return the text of one id, also of a special token; half a character gives U+FFFD, an unknown id nothing."""
+        if not 0 <= token_id < 2**32:  # the library takes no other numbers
+            return ""
         text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
         return text
 
@@ -148,19 +159,41 @@ class TextStream:
         return "".join(self._pieces)
 
 
-def eos_token_ids(folder: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the ids that end a row, sorted: the union of what config, generation_config and the tokenizer declare."""
-    found: set[int] = set()
+def declared_eos(folder: Path, tokenizer: Tokenizer) -> dict[int, list[str]]:
+    """Return the ids that end a row, in order, with the files that declare them.
+
+    Raises: ModelError for a file that cannot be read, or declares what is no id.
+    """
+    found: dict[int, list[str]] = {}
     for name in ("config.json", "generation_config.json"):
         declared = read_json(folder / name).get("eos_token_id")
-        for token_id in declared if isinstance(declared, list) else [declared]:
-            if isinstance(token_id, int) and not isinstance(token_id, bool):
-                found.add(token_id)
+        for token_id in declared if isinstance(declared, list) else [] if declared is None else [declared]:
+            if not isinstance(token_id, int) or isinstance(token_id, bool):
+                raise ModelError(
+                    f"eos_token_id must be a token id or a list of them, not {checks.shown(declared)}",
+                    where=str(folder / name),
+                )
+            found.setdefault(token_id, []).append(name)
     token = _token_text(read_json(folder / "tokenizer_config.json").get("eos_token"))
     token_id = tokenizer.token_to_id(token) if token is not None else None
     if token_id is not None:
-        found.add(token_id)
-    return tuple(sorted(found))
+        found.setdefault(token_id, []).append("tokenizer_config.json")
+    return dict(sorted(found.items()))
+
+
+def eos_token_ids(folder: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the ids that end a row, sorted: the union of what config, generation_config and the tokenizer declare.
+
+    An id beyond the model's vocabulary, which no row can come to, is left out with a warning.
+
+    Raises: ModelError, see `declared_eos`.
+    """
+    size = read_json(folder / "config.json").get("vocab_size")
+    found = declared_eos(folder, tokenizer)
+    beyond = [i for i in found if i < 0 or (isinstance(size, int) and i >= size)]
+    for i in beyond:
+        logger.warning("%s: EOS id %d of %s is not in the vocabulary: no row ends by it", folder, i, found.pop(i)[0])
+    return tuple(found)
 
 
 def added_token_ids(folder: Path) -> tuple[int, ...]:
@@ -173,6 +206,15 @@ def added_token_ids(folder: Path) -> tuple[int, ...]:
     return tuple(sorted(i for i in ids if isinstance(i, int)))
 
 
+def is_lfs_pointer(path: Path) -> bool:
+    """Return whether there is only Git LFS's stand-in for a large file: a clone without `git lfs pull`."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_LFS_START)) == _LFS_START
+    except OSError:
+        return False
+
+
 def read_json(path: Path) -> dict[str, object]:
     """Return the object in a JSON file of a model folder, {} if there is no such file.
 
@@ -182,7 +224,13 @@ def read_json(path: Path) -> dict[str, object]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
+        if is_lfs_pointer(path):
+            raise ModelError(
+                f"{path.name} is Git LFS's pointer to the file, not the file",
+                where=str(path.parent),
+                hint="git lfs pull",
+            ) from None
         raise ModelError(f"{path.name} cannot be read: {error}", where=str(path.parent)) from error
     if not isinstance(content, dict):
         raise ModelError(f"{path.name} is not a JSON object", where=str(path.parent))

@@ -13,24 +13,54 @@ import yaml
 
 from specgen.errors import RecipeError
 
-_QUOTES = "a text that begins with *, {, [, % or @, or has a colon and a space in it, needs quotes"
+_QUOTES = "a text that begins with *, {, [, % or @, has a colon and a space in it, or is a lone - needs quotes"
 
 
 class _Loader(yaml.SafeLoader):
-    """A safe loader that reads 1e-3 as a number, as everybody expects and YAML 1.1 does not."""
+    """A safe loader whose numbers are those that everybody expects, not YAML 1.1's.
+
+    1e-3 is a number. 010 (8 in YAML 1.1), 1:30 (90), 2026-01-31 (a date) and = (no value at all) are texts, which is an
+    error where a number is due.
+    """
 
 
-_Loader.yaml_implicit_resolvers = {key: list(rules) for key, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+_OTHERWISE_TAGS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "timestamp", "value"))
+_Loader.yaml_implicit_resolvers = {
+    key: [(tag, pattern) for tag, pattern in rules if tag not in _OTHERWISE_TAGS]
+    for key, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$"), list("-+0123456789.")
+    "tag:yaml.org,2002:int",
+    re.compile(r"^[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F]+)$"),
+    list("-+0123456789"),
+)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"^(?:[-+]?(?:[0-9][0-9_]*\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+|[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9]+)"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+    ),
+    list("-+0123456789."),
 )
 
 
+class _Dumper(yaml.SafeDumper):
+    """A safe dumper that puts texts into quotes which `_Loader`, or another YAML, would read as something else."""
+
+
+_Dumper.yaml_implicit_resolvers = {
+    key: [*_Loader.yaml_implicit_resolvers.get(key, ()), *yaml.SafeLoader.yaml_implicit_resolvers.get(key, ())]
+    for key in {*_Loader.yaml_implicit_resolvers, *yaml.SafeLoader.yaml_implicit_resolvers}
+}
+
+
 def parse_value(text: str, where: str) -> object:
-    """Return the value that a piece of YAML stands for.
+    """Return the value that a piece of YAML stands for; a lone - (stdin) is a text, as in no place it begins a list.
 
     Raises: RecipeError at `where`.
     """
+    if text.strip() == "-":
+        return "-"
     try:
         return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -76,6 +106,8 @@ def items(node: yaml.Node, path: Path, parent: str) -> Iterator[tuple[str, yaml.
     for key_node, value in node.value:
         line = key_node.start_mark.line + 1
         key = key_node.value if isinstance(key_node, yaml.ScalarNode) else "?"
+        if key_node.tag == "tag:yaml.org,2002:merge":
+            raise RecipeError("merge keys (<<) are not read", where=f"{path}:{line}", hint="write its keys out")
         full = f"{parent}.{key}" if parent else key
         if key in seen:
             raise RecipeError(f"{full} is given twice, first in line {seen[key]}", where=f"{path}:{line}")
@@ -112,7 +144,7 @@ def dump_scalar(value: object) -> str:
         value = list(value)
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"a recipe holds no {value}")
-    text = yaml.safe_dump(value, default_flow_style=True, width=2**31, allow_unicode=True)
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=2**31, allow_unicode=True)
     text = text.removesuffix("\n").removesuffix("\n...")
     # YAML would write a text with line ends over several lines, except as JSON does
     return json.dumps(value, ensure_ascii=False) if "\n" in text else text

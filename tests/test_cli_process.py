@@ -59,6 +59,17 @@ def test_rows_are_answered_while_the_pipe_stays_open_and_a_signal_ends_it() -> N
         assert time.monotonic() - started < 10
 
 
+@pytest.mark.parametrize(
+    "command", [["bench", "--help"], ["run", "--help"], ["check", QUICKSTART]], ids=["bench", "run", "check"]
+)
+def test_a_terminal_that_knows_only_ascii_is_shown_escapes(command: list[str]) -> None:
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}
+    done = subprocess.run([*SPECGEN, *command], env=environment, capture_output=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.isascii()
+    assert b"error" not in done.stderr
+
+
 def test_a_reader_that_leaves_is_no_error() -> None:
     command = [*SPECGEN, "run", QUICKSTART, "-", "--quiet", "--set", "sampling.max_tokens=4"]
     read_end, write_end = os.pipe()

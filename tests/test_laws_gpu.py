@@ -106,7 +106,7 @@ def test_oracle_drafts(folder: Path, rows: list[Row], ref: list[Result]) -> None
 def test_cheap_drafts(
     folder: Path, rows: list[Row], ref: list[Result], options: CheapDrafts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cheap_drafts, "_LARGE", 0)
+    monkeypatch.setattr(cheap_drafts, "LARGE_WEIGHT", 0)
     assert_same(run_rows(folder, rows, k=3, max_num_seqs=64, cheap_drafts=options, **OPTIONS), ref)
 
 

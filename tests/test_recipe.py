@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from specgen import yaml_lines
 from specgen.errors import RecipeError
 from specgen.model_path import bundled_heads, known_names
 from specgen.recipe import KEYS, Recipe, SpeculationSection, load_recipe, recipe_from_settings
+from specgen.sampling_params import SamplingError
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
 
@@ -35,6 +37,7 @@ def test_values_know_their_origin(tmp_path: Path) -> None:
     origins = recipe.origins
     assert origins["sampling.temperature"] == f"{path}:5"
     assert origins["sampling.top_k"] == "--set"
+    assert load_recipe(path, ["input.path=-"]).input.path == "-"
     assert origins["output.path"] == "command line"
     assert origins["sampling.seed"] == "drawn"
     assert origins["sampling.top_p"] == "default"
@@ -104,6 +107,10 @@ def test_a_folder_beside_the_recipe_does_not_hide_a_bundled_model(tmp_path: Path
         ("input: {path: []}\n", 1, ["input.path must be a file, a list of files, or - for stdin, not []"]),
         ("input: {path: [a, 3]}\n", 1, ["not ['a', 3]"]),
         ("input: {template_args: [1]}\n", 1, ["must be an object of arguments"]),
+        ("input: {template_args: {a: {1: x}}}\n", 1, ["texts as keys"]),
+        ("input: {template_args: {a: [!!binary aGk=]}}\n", 1, ["nothing in it that JSON cannot hold"]),
+        ("input: {template_args: {a: .nan}}\n", 1, ["nothing in it that JSON cannot hold"]),
+        ("input: {template_args: {a: &a [*a]}}\n", 1, ["nothing in it that JSON cannot hold"]),
         ("output: {fsync_seconds: -1}\n", 1, ["output.fsync_seconds must be a number of seconds"]),
         ("engine: [1]\n", 1, ["section 'engine' must be a mapping"]),
         ("engine: 1\n", 1, ["section 'engine' must be a mapping"]),
@@ -114,6 +121,10 @@ def test_a_folder_beside_the_recipe_does_not_hide_a_bundled_model(tmp_path: Path
         ("model:\n  path: !!python/object:os.system x\n", 2, ["this value is not valid"]),
         ("sampling: {stop_token_ids: &a [*a]}\n", 1, ["sampling.stop_token_ids must be"]),
         ("? [a]\n: b\n", 1, ["unknown key"]),
+        ("sampling:\n  <<: {top_k: 3}\n", 2, ["merge keys (<<) are not read", "write its keys out"]),
+        ("engine: {max_num_seqs: 010}\n", 1, ["not '010'"]),
+        ("input:\n  path: -\n", 2, ["not valid YAML", "a lone - needs quotes"]),
+        ("engine: {watchdog_seconds: 1:30}\n", 1, ["not '1:30'"]),
     ],
 )
 def test_mistakes_name_place_and_remedy(tmp_path: Path, text: str, line: int, parts: list[str]) -> None:
@@ -134,6 +145,7 @@ def test_mistakes_name_place_and_remedy(tmp_path: Path, text: str, line: int, pa
         ("speculation.num_tokens=[", "not valid YAML"),
         ("speculation.num_tokens=", "must be an integer"),
         ("sampling.temperature=abc", "not 'abc'"),
+        ("sampling=5", "it is a section: name one of its keys, like sampling.temperature"),
     ],
 )
 def test_mistakes_in_set(tmp_path: Path, setting: str, part: str) -> None:
@@ -205,3 +217,26 @@ def test_a_stop_string_with_line_ends_is_one_line_of_the_written_recipe() -> Non
     assert sum("stop:" in line and "#" in line for line in written.split("\n")) >= 1
     assert all(line.startswith(("  ",)) or line.endswith(":") or not line for line in written.split("\n"))
     assert yaml.safe_load(written)["sampling"]["stop"] == list(stops)
+
+
+@pytest.mark.parametrize(
+    "text", ["010", "1:30", "1e5", "1e-3", "2026-01-31", "=", "yes", "null", "0x1F", "1_0", "a: b", " "]
+)
+def test_a_text_stays_a_text_in_the_written_recipe(text: str) -> None:
+    """Also one that only this YAML, or only another one, would read as a number."""
+    written = yaml_lines.dump_scalar([text])
+    assert yaml_lines.parse_value(written, "here") == [text]
+    assert yaml.safe_load(written) == [text]
+
+
+def test_numbers_are_those_that_everybody_expects() -> None:
+    values = {"10": 10, "-3": -3, "0": 0, "1_000": 1000, "1e-3": 0.001, "2.5": 2.5, ".5": 0.5, "0x10": 16}
+    assert {text: yaml_lines.parse_value(text, "here") for text in values} == values
+    for text in ("010", "1:30", "1:30.5", "2026-01-31", "="):
+        assert yaml_lines.parse_value(text, "here") == text
+
+
+def test_values_that_do_not_go_together_say_where_they_stand(tmp_path: Path) -> None:
+    path = write(tmp_path, "model: {path: x}\nsampling:\n  max_tokens: 3\n  top_k: 2\n")
+    with pytest.raises(SamplingError, match=rf"^{path}:3, --set: sampling\.min_tokens must be at most max_tokens = 3"):
+        load_recipe(path, ["sampling.min_tokens=5"])

@@ -1,6 +1,7 @@
 """Sampling parameters: ranges, types, and overrides that neither leak nor vanish."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -143,6 +144,16 @@ def test_a_row_without_any_token_is_refused() -> None:
     with pytest.raises(SamplingError, match=r"allowed_token_ids must name at least one .* not \[5, 2\]"):
         SamplingParams(allowed_token_ids=(5, 2), bad_words_ids=((5,), (2,), (7,)))
     SamplingParams(allowed_token_ids=(5, 2), bad_words_ids=((5,), (5, 2)))
+    for least, ids in ((0, (2,)), (1, (3,))):
+        SamplingParams(allowed_token_ids=(5, 2), bad_words_ids=((5,),), stop_token_ids=ids, min_tokens=least)
+    with pytest.raises(SamplingError, match="that bad_words_ids and stop_token_ids leave to it \\(min_tokens is 1\\)"):
+        SamplingParams(allowed_token_ids=(5, 2), bad_words_ids=((5,),), stop_token_ids=(2,), min_tokens=1)
+    params = SamplingParams(allowed_token_ids=(5, 2), stop_token_ids=(2,), min_tokens=1)
+    params.require_a_choice([7])
+    replace(params, ignore_eos=True).require_a_choice([5])
+    replace(params, min_tokens=0).require_a_choice([5])
+    with pytest.raises(SamplingError, match="that stop_token_ids and EOS leave to it"):
+        params.require_a_choice([5])
     with pytest.raises(SamplingError, match=r"^row 4: allowed_token_ids") as caught:
         merged(SamplingParams(bad_words_ids=((5,),)), {"allowed_token_ids": [5]}, where="row 4")
     assert caught.value.where == "row 4"

@@ -97,6 +97,28 @@ def test_eos_is_the_union_of_all_that_is_declared(tmp_path: Path) -> None:
     assert eos_token_ids(tmp_path, Tokenizer(tmp_path)) == ()
 
 
+def test_an_eos_beyond_the_vocabulary_is_told_and_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "config.json").write_text('{"eos_token_id": [7, 64, -1], "vocab_size": 64}')
+    assert eos_token_ids(tmp_path, TOKENIZER) == (7,)
+    assert "EOS id 64 of config.json is not in the vocabulary" in caplog.text
+    assert "EOS id -1" in caplog.text
+
+
+@pytest.mark.parametrize("declared", ['"7"', "[7, null]", "7.0", "true", "{}"])
+def test_an_eos_that_is_no_id_is_an_error(tmp_path: Path, declared: str) -> None:
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {declared}}}')
+    with pytest.raises(ModelError, match=r"generation_config\.json: eos_token_id must be a token id or a list"):
+        eos_token_ids(tmp_path, TOKENIZER)
+
+
+def test_a_clone_without_its_large_files_is_told_so(tmp_path: Path) -> None:
+    shutil.copy(FOLDER / "tokenizer.json", tmp_path)
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+        with pytest.raises(ModelError, match=rf"{name} is Git LFS's pointer.*git lfs pull"):
+            Tokenizer(tmp_path)
+
+
 def test_added_tokens_are_listed_beside_the_vocabulary(tmp_path: Path) -> None:
     assert added_token_ids(tmp_path) == ()
     (tmp_path / "tokenizer.json").write_text('{"added_tokens": [{"id": 9, "content": "<x>"}, {"id": 2}], "model": {}}')

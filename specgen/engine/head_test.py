@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from specgen.errors import ModelError
-from specgen.models.head_health import TEXTS, HeadHealth, measure_head
+from specgen.models.head_health import HeadHealth, encoded_texts, measure_head
 from specgen.tokenizer import Tokenizer
 from specgen.worker.worker import Worker
 
@@ -29,9 +29,9 @@ def test_head(worker: Worker, folder: Path, mode: str) -> HeadHealth | None:
         return None
     tokenizer = Tokenizer(folder)
     limit = min(_MOST_TOKENS, worker.config.max_model_len)
-    prompts = [tokenizer.encode(text)[:limit] for text in TEXTS[:_NUM_TEXTS]]
-    if max(map(max, prompts)) >= worker.config.model.vocab_size or min(map(len, prompts)) < 8:
-        return None  # another model's tokenizer, or rows too short to tell
+    prompts = encoded_texts(tokenizer, worker.config.model, limit, _NUM_TEXTS)
+    if prompts is None:
+        return None
     health = measure_head(worker.model.target, draft, prompts, worker.config.num_speculative_tokens)
     if health.problem is not None:
         if mode == "strict":

@@ -34,6 +34,11 @@ class DigestMap:
         """Whether the digest has a value."""
         return bool(self._keys[self._slot_of(int.from_bytes(digest, "little") or 1)])
 
+    def get(self, digest: bytes) -> int | None:
+        """Return the value of `digest`, None if it has none."""
+        slot = self._slot_of(int.from_bytes(digest, "little") or 1)
+        return self._values[slot] if self._keys[slot] else None
+
     def setdefault(self, digest: bytes, value: int) -> int:
         """Return the value of `digest`, which is `value` from now on if it had none."""
         key = int.from_bytes(digest, "little") or 1

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specgen import checks
+from specgen import checks, yaml_lines
 from specgen.errors import InputError, RowError
 from specgen.job.readers import BadRow, Line, RowReader, jsonl_lines
 from specgen.job.tables import arrow_lines, csv_lines, dataset_lines, parquet_lines, plain
@@ -33,6 +33,8 @@ _FORMATS = {
     ".ipc": "arrow",
 }
 _PACKED = (".gz", ".zst")
+# Names that say something else than JSONL; `input.format` overrules them.
+_FOREIGN = (".tsv", ".xls", ".xlsx", ".ods", ".yaml", ".yml", ".xml", ".bz2", ".xz", ".zip", ".tar", ".tgz", ".7z")
 _BATCH_KEYS = {"custom_id", "method", "url", "body"}
 _MAX_SHOWN = 5
 
@@ -61,6 +63,7 @@ class Input:
         self.name = section.name
         found = (source for path in section.paths for source in _sources_of(path, section))
         self.sources = list(dict.fromkeys(found))  # overlapping globs name a file once
+        _check_dataset_keys(self.sources, section)
         if len(self.sources) > 1 and any(source.path == "-" for source in self.sources):
             raise InputError("stdin is an input of its own: it cannot be one of several", where=self.name)
         self.can_be_read_twice = all(_is_rewindable(source, section) for source in self.sources)
@@ -215,6 +218,18 @@ def _sources_of(path: str, section: InputSection) -> Iterator[_Source]:
         yield _Source(name, _format_of(name, section))
 
 
+def _check_dataset_keys(sources: list[_Source], section: InputSection) -> None:
+    """Raises: InputError if keys choose parts of a dataset, and there is none."""
+    defaults = InputSection()
+    given = [name for name in ("subset", "split", "streaming") if getattr(section, name) != getattr(defaults, name)]
+    if given and sources and all(source.format != "dataset" for source in sources):
+        raise InputError(
+            f"input.{given[0]} has no effect: it is for datasets, and this is a file",
+            where=sources[0].name,
+            hint=f"leave it out, or --set input.{given[0]}={yaml_lines.dump_scalar(getattr(defaults, given[0]))}",
+        )
+
+
 def _format_of(name: str, section: InputSection) -> str:
     if section.format == "openai-batch":
         return "jsonl"
@@ -223,6 +238,12 @@ def _format_of(name: str, section: InputSection) -> str:
     stem, suffix = os.path.splitext(name.lower())
     if suffix in _PACKED:
         suffix = os.path.splitext(stem)[1]
+    if suffix in _FOREIGN:
+        raise InputError(
+            f"{suffix} files are not read",
+            where=name,
+            hint="JSONL, CSV, Parquet and Arrow are; if it is one of them, input.format=jsonl, say, tells so",
+        )
     return _FORMATS.get(suffix, "jsonl")
 
 

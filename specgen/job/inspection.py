@@ -13,14 +13,15 @@ import torch
 
 from specgen.errors import ModelError, SpecgenError
 from specgen.models.checkpoint import Checkpoint
-from specgen.models.config import ModelConfig, load_config_json, read_config
+from specgen.models.config import ModelConfig, read_config
 from specgen.models.deepseek_v3 import MoE
 from specgen.models.families import Family, find_family
 from specgen.models.head_folder import build_head, read_head
-from specgen.models.head_health import TEXTS, HeadHealth, measure_head
+from specgen.models.head_health import HeadHealth, encoded_texts, measure_head
 from specgen.models.loading import load_model
 from specgen.models.weights import Plan
-from specgen.tokenizer import Tokenizer, read_json
+from specgen.stats import counted
+from specgen.tokenizer import Tokenizer, declared_eos, read_json
 from specgen.worker.memory import available_memory
 
 _META = torch.device("meta")
@@ -160,8 +161,10 @@ def inspect_model(
         found.head_note = "the draft head was not tested: that was not wanted"
     elif weight_bytes > room:
         found.head_note = "the draft head was not tested: the weights don't fit here"
+    elif (prompts := encoded_texts(tokenizer, config, min(_TEST_TOKENS, config.max_position_embeddings))) is None:
+        found.head_note = "the draft head was not tested: the tokenizer gives ids that the model has not, or too few"
     else:
-        found.head = _test_head(folder, head_folder, config, tokenizer, parts.draft_layers, dtype, device)
+        found.head = _test_head(folder, head_folder, config, prompts, parts.draft_layers, dtype, device)
     return found
 
 
@@ -208,12 +211,12 @@ def _problems(plan: Plan, checkpoint: Checkpoint | None) -> list[str]:
     problems = []
     missing = sorted(plan.keys() - checkpoint.names)
     if missing:
-        problems.append(f"{len(missing)} tensors are missing, the first is {missing[0]!r}")
+        problems.append(f"{counted(len(missing), 'tensor')} missing, the first is {missing[0]!r}")
     wrong = sorted(n for n in plan.keys() & checkpoint.names if checkpoint.tensors[n].shape != plan[n].shape)
     if wrong:
         have, want = checkpoint.tensors[wrong[0]], plan[wrong[0]]
         problems.append(
-            f"{len(wrong)} tensors have another shape, the first is {wrong[0]!r} in {have.path.name}: "
+            f"{counted(len(wrong), 'tensor')} of another shape, the first is {wrong[0]!r} in {have.path.name}: "
             f"{list(have.shape)}, and config.json asks for {list(want.shape)}"
         )
     return problems
@@ -293,27 +296,14 @@ def _read_tokens(found: Inspection, folder: Path) -> Tokenizer | None:
         found.chat_template = "tokenizer_config.json"
     try:
         tokenizer = Tokenizer(folder)
+        stop_tokens = declared_eos(folder, tokenizer)
     except SpecgenError as error:
         found.problems.append(str(error))
         return None
     found.prefix_ids = list(tokenizer.prefix_ids)
-    origins: dict[int, list[str]] = {}
-    for name, values in (
-        ("config.json", load_config_json(folder)),
-        ("generation_config.json", read_json(folder / "generation_config.json")),
-    ):
-        ids = values.get("eos_token_id")
-        for token_id in ids if isinstance(ids, list) else [ids]:
-            if isinstance(token_id, int) and not isinstance(token_id, bool):
-                origins.setdefault(token_id, []).append(name)
-    token = declared.get("eos_token")
-    text = token.get("content") if isinstance(token, dict) else token
-    token_id = tokenizer.token_to_id(text) if isinstance(text, str) else None
-    if token_id is not None:
-        origins.setdefault(token_id, []).append("tokenizer_config.json")
     found.stop_tokens = [
         StopToken(token_id, tokenizer.token_text(token_id) or None, tuple(names))
-        for token_id, names in sorted(origins.items())
+        for token_id, names in stop_tokens.items()
     ]
     return tokenizer
 
@@ -322,13 +312,13 @@ def _test_head(
     folder: Path,
     head_folder: Path | None,
     config: ModelConfig,
-    tokenizer: Tokenizer,
+    prompts: list[list[int]],
     num_layers: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> HeadHealth:
-    limit = min(_TEST_TOKENS, config.max_position_embeddings)
+    limit = max(map(len, prompts))
     num_drafts = max(num_layers, 3)
     model = load_model(folder, config, num_drafts, limit, dtype, device, None, head_folder)
     assert model.mtp is not None
-    return measure_head(model.target, model.mtp, [tokenizer.encode(text)[:limit] for text in TEXTS], num_drafts)
+    return measure_head(model.target, model.mtp, prompts, num_drafts)

@@ -19,6 +19,9 @@ from specgen.job.digest_map import DigestMap, digest_of
 from specgen.job.plan import Plan
 from specgen.job.record import Form, Kept
 
+# What is remembered of a line: the mark of its row in 24 bits, and its number.
+_NUMBER_BITS = 40
+
 
 @dataclass(slots=True)
 class Journal:
@@ -38,7 +41,10 @@ class Journal:
     _done: DigestMap = field(default_factory=DigestMap)
 
     def add(self, kept: Kept, number: int) -> int:
-        """Count a line; returns the number of the line where its row and sample were first, `number` if here."""
+        """Count a line; returns the number of the line where its row and sample were first, `number` if here.
+
+        number: any that fits into 64 bits.
+        """
         self.lines += 1
         self.failed += kept.failed
         sample = -1 if kept.sample is None else kept.sample
@@ -52,6 +58,14 @@ class Journal:
             return ()  # the row failed, or has one line for all of them
         return tuple(sample for sample in samples if _done_digest(key, sample) not in self._done)
 
+    def has_changed(self, key: str, sample: int, mark: int) -> bool:
+        """Whether the row of a line had another content; of a journal that was read."""
+        for which in (sample, None):
+            value = self._done.get(_done_digest(key, which))
+            if value is not None:
+                return 0 not in (mark, value >> _NUMBER_BITS) and mark != value >> _NUMBER_BITS
+        return False
+
 
 def _done_digest(key: str, sample: int | None) -> bytes:
     return digest_of(f"{key}\0{'' if sample is None else sample}")
@@ -64,7 +78,8 @@ def read_journal(path: str, form: Form) -> Journal:
     """
     journal = Journal()
     for number, line in enumerate(_complete_lines(path, journal), start=1):
-        first = journal.add(_parsed(line, form, path, number), number)
+        kept = _parsed(line, form, path, number)
+        first = journal.add(kept, kept.mark << _NUMBER_BITS | number) & ((1 << _NUMBER_BITS) - 1)
         if first != number:
             raise InputError(
                 f"the line answers the row that line {first} answers",

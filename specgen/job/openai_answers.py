@@ -39,6 +39,10 @@ class BatchForm:
         """Return the key under which `parse` knows the row again."""
         return _ID_START + _digest(plan)
 
+    def mark(self, plan: Plan) -> int:
+        """Return 0: a response does not hold its request."""
+        return 0
+
     def line(self, plan: Plan, answer: Answer) -> bytes | None:
         """Return the request's line if this was its last sample."""
         answers = self._started.setdefault(plan.key, [])

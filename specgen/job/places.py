@@ -14,6 +14,9 @@ from specgen.errors import InputError
 # Names that say something else than JSONL; the answers would be read wrongly.
 _OTHER_FORMATS = (".gz", ".zst", ".csv", ".parquet", ".pq", ".arrow", ".feather", ".ipc")
 
+# How the files begin that may be replaced by a new one of their kind; JSONL has its first key on the first line.
+_STARTS = {"page": b"<!doctype html>", "JSON file": b"{\n", "statistics file": b"{\n"}
+
 
 def recipe_beside(output: str) -> str | None:
     """Return the path of the recipe that is written beside an output, None beside stdout, a device or a pipe."""
@@ -68,7 +71,8 @@ def check_output(
 def check_replaceable(path: str, what: str, others: Sequence[str]) -> None:
     """Return if a file can be written at `path`, where an old one may be replaced; leaves no trace. `-` is stdout.
 
-    Raises: InputError if it is one of `others`, or cannot be written.
+    Raises: InputError if it is one of `others`, or cannot be written, or a file is there that is not of this kind: rows
+        or answers, say, that a slip in a command line would cost.
     """
     if path == "-" or is_special(path):
         _check_open_end(path, what)
@@ -79,11 +83,18 @@ def check_replaceable(path: str, what: str, others: Sequence[str]) -> None:
     if not os.path.isfile(path):
         _check_folder(path, what)
         return
+    start = _STARTS.get(what, b"")
     try:
         with open(path, "ab"):
             pass
+        with open(path, "rb") as stream:
+            found = stream.read(len(start))
     except OSError as error:
         raise InputError(f"the {what} cannot be written: {error.strerror}", where=path) from None
+    if found and found.lower() != start:
+        raise InputError(
+            f"the {what} would overwrite a file that is none", where=path, hint="name another, or take it away first"
+        )
 
 
 def write_file(path: str, text: str, what: str) -> None:

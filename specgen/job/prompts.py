@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specgen.errors import RowError
+from specgen.errors import RecipeError, RowError
 from specgen.job.contents import Chat, Content
 from specgen.job.plan import Plan, RowPlanner
 from specgen.job.readers import Row
 from specgen.job.templates import ChatTemplate, no_template
 from specgen.recipe import Recipe
-from specgen.sampling_params import SamplingParams
-from specgen.tokenizer import Tokenizer
+from specgen.sampling_params import SamplingError, SamplingParams
+from specgen.tokenizer import Tokenizer, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Prompt:
 
 
 class PromptBuilder:
-    """Makes rows ready. template: for chats, the model's own if it is left out."""
+    """Makes rows ready. template: for chats. eos_token_ids: of the model; a row must leave itself another token."""
 
     def __init__(
         self,
@@ -52,6 +52,7 @@ class PromptBuilder:
         vocab_size: int,
         template: ChatTemplate | None = None,
         planner: RowPlanner | None = None,
+        eos_token_ids: Sequence[int] = (),
     ) -> None:
         assert recipe.sampling.seed is not None
         self.run_seed = recipe.sampling.seed
@@ -61,6 +62,7 @@ class PromptBuilder:
         self._template = template
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
         self._has_warned_of_bos = False
         self._checked_params: SamplingParams | None = None
 
@@ -74,7 +76,8 @@ class PromptBuilder:
     def build_planned(self, plan: Plan) -> Prompt:
         """Return the prompt of a planned row.
 
-        Raises: RowError: the plan's own, or one with code bad_text, bad_template, bad_token_id, prompt_too_long.
+        Raises: RowError: the plan's own, or one with code bad_text, bad_template, empty_prompt, bad_token_id,
+            prompt_too_long.
         """
         if plan.error is not None:
             raise plan.error
@@ -83,10 +86,19 @@ class PromptBuilder:
         if params is not self._checked_params:  # most rows have the recipe's
             for name, ids in params.named_token_ids():
                 self._check_ids(ids, f"sampling.{name}")
+            try:
+                params.require_a_choice(self._eos_token_ids)
+            except SamplingError as error:
+                raise RowError(f"sampling: {error}", code=error.code) from None
             self._checked_params = params
         token_ids = self._token_ids_of(plan.content, plan.row.line)
-        if not isinstance(plan.content, str):
-            self._check_ids(token_ids, self._section.messages or self._section.prompt)
+        if not token_ids:
+            what = "the chat template gave an empty text" if isinstance(plan.content, Chat) else "its text has none"
+            raise RowError(f"the prompt has no tokens: {what}", code="empty_prompt")
+        if isinstance(plan.content, str | Chat):
+            self._check_ids(token_ids, "the prompt's text, by the model's tokenizer")
+        else:
+            self._check_ids(token_ids, self._section.prompt)
         cut = self._cut(token_ids, params)
         truncated_from = len(token_ids) if len(cut) < len(token_ids) else None
         return Prompt(cut, params, plan.seed(self.run_seed, 0), truncated_from)
@@ -139,16 +151,39 @@ class PromptBuilder:
             )
 
 
+def check_token_ids(recipe: Recipe, folder: Path) -> None:
+    """Return if the recipe's sampling parameters name only ids that the model in `folder` has.
+
+    Raises: RecipeError: every row without its own would fail.
+    """
+    vocab_size = read_json(folder / "config.json").get("vocab_size")
+    if not isinstance(vocab_size, int):
+        return  # whoever loads the model will say so
+    for name, ids in recipe.sampling.named_token_ids():
+        if ids and max(ids) >= vocab_size:
+            raise RecipeError(
+                f"sampling.{name}: token id {max(ids)} is not in the model's vocabulary (0 to {vocab_size - 1})",
+                where=recipe.origins.get(f"sampling.{name}"),
+            )
+
+
 def chat_template_of(recipe: Recipe, folder: Path, *, needed: bool) -> ChatTemplate | None:
     """Return the chat template of a recipe's chats, None if it has no chats.
 
     needed: whether the rows are, or may be, chats.
 
-    Raises: RecipeError if there is none, or it is broken.
+    Raises: RecipeError if there is none, or it is broken; or if there are no chats and the recipe has keys for them.
     """
-    if not needed:
-        return None
     section = recipe.input
+    if not needed:
+        for name in ("system", "chat_template", "template_args"):
+            if getattr(section, name) is not None:
+                raise RecipeError(
+                    f"input.{name} has no effect: the rows are no chats",
+                    where=recipe.origins.get(f"input.{name}"),
+                    hint="input.messages names the column that holds a chat",
+                )
+        return None
     template = ChatTemplate.of(folder, section.chat_template, system=section.system, args=section.template_args)
     if template is None and section.messages is not None:
         raise no_template(folder)

@@ -11,6 +11,7 @@ a line that is no object are each that line's error.
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple
@@ -29,6 +30,8 @@ _FOREIGN_STARTS = {
     b"\xff\xfe": ("UTF-16", "iconv -f UTF-16 -t UTF-8 makes it readable"),
     b"\xfe\xff": ("UTF-16", "iconv -f UTF-16 -t UTF-8 makes it readable"),
 }
+# How a JSON file begins that is no JSONL: a lone bracket, or a list of objects.
+_WHOLE_JSON = re.compile(rb"\s*(?:[\[{]\s*$|\[\s*\{)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +166,12 @@ def jsonl_lines(
                 if raw.startswith(start):
                     raise InputError(f"this is a {kind} file and is read as JSONL", where=where, hint=hint)
             raw = raw.removeprefix(b"\xef\xbb\xbf")
+            if _WHOLE_JSON.match(raw):
+                raise InputError(
+                    "this is JSON over several lines, or an array of objects, and is read as JSONL, an object a line",
+                    where=where,
+                    hint="jq -c '.[]' makes an array JSONL",
+                )
         if not raw.strip():
             yield Line(number, file=file)
         elif only_if is not None and only_if not in raw and b"\\u" not in raw:

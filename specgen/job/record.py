@@ -9,6 +9,7 @@ row's.
 import json
 import math
 import re
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -55,12 +56,16 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a line of an output says about itself: whose it is, whether it failed, and its place in the input."""
+    """What a line of an output says about itself: whose it is, whether it failed, and its place in the input.
+
+    mark: of the row as it was read, see `Form.mark`; 0 is unknown.
+    """
 
     key: str
     sample: int | None
     failed: bool
     index: int
+    mark: int = 0
 
 
 class Form(Protocol):
@@ -71,6 +76,9 @@ class Form(Protocol):
 
     def key(self, plan: Plan) -> str:
         """Return the key under which `parse` knows the row again."""
+
+    def mark(self, plan: Plan) -> int:
+        """Return 24 bits that tell the row from one with another content, 0 if lines don't say what it was."""
 
     def line(self, plan: Plan, answer: Answer) -> bytes | None:
         """Return the line that the answer completes, if it does."""
@@ -93,6 +101,10 @@ class RecordForm:
     def key(self, plan: Plan) -> str:
         """Return the row's key."""
         return plan.key
+
+    def mark(self, plan: Plan) -> int:
+        """Return the mark of the row's columns."""
+        return _mark_of(plan.row.data)
 
     def line(self, plan: Plan, answer: Answer) -> bytes:
         """Return the answer's line."""
@@ -132,7 +144,12 @@ class RecordForm:
         key, sample, index = record.get("key"), record.get("sample"), record.get("index")
         if not isinstance(key, str) or not isinstance(index, int) or not isinstance(sample, (int, type(None))):
             raise ValueError("an object without key, sample and index")
-        return Kept(key, sample, record.get("error") is not None, index)
+        mark = _mark_of(record["input"]) if "input" in record else 0
+        return Kept(key, sample, record.get("error") is not None, index, mark)
+
+
+def _mark_of(data: dict[str, Any] | None) -> int:
+    return zlib.crc32(to_line(data)) % 0xFFFFFF + 1
 
 
 def logprob_of(entry: TokenLogprob | None) -> dict[str, Any] | None:
@@ -155,7 +172,7 @@ def error_of(plan: Plan, error: RowError | None) -> dict[str, Any] | None:
     return place if plan.row.file is None else place | {"file": plan.row.file}
 
 
-def to_line(record: dict[str, Any]) -> bytes:
+def to_line(record: dict[str, Any] | None) -> bytes:
     """Return the record as one line of strict JSON in UTF-8, newline included; lone surrogates stay escaped."""
     text = _ENCODER.encode(record)
     try:

@@ -19,7 +19,7 @@ from specgen.job.journal import pending
 from specgen.job.manifest import Manifest, TimeSeries, fingerprints
 from specgen.job.openai_answers import BatchForm
 from specgen.job.plan import Plan, RowPlanner
-from specgen.job.prompts import PromptBuilder, chat_template_of
+from specgen.job.prompts import PromptBuilder, chat_template_of, check_token_ids
 from specgen.job.read_ahead import ReadAhead
 from specgen.job.readers import no_rows
 from specgen.job.record import Form, RecordForm
@@ -38,11 +38,16 @@ class DescribedEngine(Engine, Protocol):
 
 @dataclass(slots=True)
 class Counts:
-    """Rows that were read: in all, those of this shard, and those of them that were done before."""
+    """Rows that were read: in all, those of this shard, and those of them that were done before.
+
+    changed: those of the latter whose columns are not what they were. first_changed: where the first of them stands.
+    """
 
     rows: int = 0
     in_shard: int = 0
     skipped: int = 0
+    changed: int = 0
+    first_changed: str = ""
 
 
 class Session:
@@ -79,6 +84,7 @@ class Session:
         self.total: int | None = None
         self._shard = shard
         self._series = TimeSeries()
+        check_token_ids(recipe, folder)
         self._template = chat_template_of(recipe, folder, needed=rows.is_batch or recipe.input.messages is not None)
         self._planner = RowPlanner(recipe, is_batch=rows.is_batch)
         keeps_duplicates = recipe.input.duplicate_ids == "keep"
@@ -123,6 +129,9 @@ class Session:
 
     def _skip(self, plan: Plan) -> None:
         self.counts.skipped += 1
+        if self.target.journal.has_changed(self._form.key(plan), plan.samples[0], self._form.mark(plan)):
+            self.counts.changed += 1
+            self.counts.first_changed = self.counts.first_changed or f"line {plan.row.line}"
 
     def run(
         self,
@@ -189,6 +198,7 @@ class Session:
             vocab_size=engine.vocab_size,
             template=self._template,
             planner=self._planner,
+            eos_token_ids=engine.eos_token_ids,
         )
 
         def observe(progress: Progress) -> None:

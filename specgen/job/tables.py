@@ -25,7 +25,7 @@ _TABLE_BATCH = 256  # rows of a table in memory at once
 def csv_lines(path: str, name: str, file: str | None) -> Iterator[Line]:
     """Yield the rows of CSV: texts, null for an empty cell. Too many or too few cells are that row's error.
 
-    Raises: InputError if the header names a column twice, and what `opened` raises.
+    Raises: InputError for a header that cannot be used, and what `opened` raises.
     """
     csv.field_size_limit(2**31 - 1)
     with opened(path) as stream:
@@ -38,6 +38,8 @@ def csv_lines(path: str, name: str, file: str | None) -> Iterator[Line]:
                 try:
                     cells = next(rows, None)
                 except csv.Error as error:
+                    if header is None:
+                        raise InputError(f"the CSV header cannot be read: {error}", where=f"{name}:{number}") from None
                     yield Line(number, None, RowError(f"the row is not CSV: {error}", code="bad_csv"), b"", file)
                     continue
                 if cells is None:
@@ -57,12 +59,25 @@ def _checked_header(cells: list[str], name: str) -> list[str]:
     if len(set(cells)) != len(cells):
         twice = next(cell for cell in cells if cells.count(cell) > 1)
         raise InputError(f"the CSV header names {checks.shown(twice)} twice", where=f"{name}:1")
+    if any(map(_is_not_utf8, cells)):
+        raise InputError("the CSV header is not UTF-8", where=f"{name}:1", hint="iconv makes it so")
+    if len(cells) == 1 and (other := next((mark for mark in ";\t|" if mark in cells[0]), None)):
+        raise InputError(
+            f"the CSV header is one cell, {checks.shown(cells[0])}, which has {checks.shown(other)} in it",
+            where=f"{name}:1",
+            hint="cells are separated by commas",
+        )
     return cells
+
+
+def _is_not_utf8(text: str) -> bool:
+    """Whether bytes were read that are none; they stand in the text as half surrogate pairs."""
+    return any("\udc80" <= char <= "\udcff" for char in text)
 
 
 def _csv_line(number: int, header: list[str], cells: list[str], file: str | None) -> Line:
     raw = ",".join(cells).encode("utf-8", "surrogateescape")
-    if any("\udc80" <= char <= "\udcff" for cell in cells for char in cell):
+    if any(map(_is_not_utf8, cells)):
         return Line(number, None, RowError("the line is not UTF-8", code="bad_utf8"), raw, file)
     if len(cells) != len(header):
         message = f"the row has {len(cells)} cells, the header {len(header)}"

@@ -34,12 +34,13 @@ class _Generation(jinja2.ext.Extension):
 
 
 class ColumnTemplate:
-    """A Jinja template whose names are a row's columns; a name that is no column is the row's error."""
+    """A Jinja template whose names are a row's columns; a name that is no column, or null, is the row's error."""
 
     def __init__(self, text: str) -> None:
         """Raises: RecipeError if it is no template."""
         # Taken as it is written: no newline behind a block is dropped.
         environment = _environment(trim_blocks=False, lstrip_blocks=False, undefined=jinja2.StrictUndefined)
+        environment.finalize = _not_null
         try:
             self._template = environment.from_string(text)
         except jinja2.TemplateSyntaxError as error:
@@ -102,7 +103,8 @@ class ChatTemplate:
         else:
             declared = config.get("chat_template")
             if isinstance(declared, list):  # several, by name
-                declared = next((item.get("template") for item in declared if item.get("name") == "default"), None)
+                named = (item for item in declared if isinstance(item, dict) and item.get("name") == "default")
+                declared = next(named, {}).get("template")
             if not isinstance(declared, str):
                 return None
             text, origin = declared, str(folder / "tokenizer_config.json")
@@ -150,6 +152,12 @@ def _to_json(value: object, indent: int | None = None, **options: Any) -> str:
 
 def _refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
+
+
+def _not_null(value: object) -> object:
+    if value is None:
+        raise jinja2.TemplateError("a value is null, and would be written as None; {{ x or '' }} leaves it out")
+    return value
 
 
 def _rendered(template: jinja2.Template, context: dict[str, Any], what: str, hint: str | None = None) -> str:

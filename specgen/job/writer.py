@@ -129,6 +129,7 @@ class StreamSink:
     def __init__(self, path: str) -> None:
         """Raises: InputError if it cannot be opened."""
         self._is_stdout = path == "-"
+        self._path = path
         try:
             self._stream: BinaryIO = sys.stdout.buffer if self._is_stdout else open(path, "wb")  # noqa: SIM115
         except OSError as error:
@@ -148,7 +149,8 @@ class StreamSink:
                 os.dup2(nowhere.fileno(), self._stream.fileno())
             if isinstance(error, BrokenPipeError):
                 raise
-            raise InputError(f"writing the output failed: {error.strerror}") from error
+            where = "stdout" if self._is_stdout else self._path
+            raise InputError(f"writing the output failed: {error.strerror}", where=where) from error
 
     def close(self) -> None:
         """Close a file; stdout stays open."""

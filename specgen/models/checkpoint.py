@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from specgen.errors import ModelError
+from specgen.tokenizer import is_lfs_pointer, read_json
 
 _DTYPES = {
     "F64": torch.float64,
@@ -58,36 +59,43 @@ class Checkpoint:
     """The tensors of a folder, by name. Never unpickles."""
 
     def __init__(self, folder: Path) -> None:
-        """Lists the tensors.
+        """Lists the tensors. Of two of one name in different files, that one counts whose file the index says.
 
         Raises:
-            ModelError: no safetensors file, a damaged one, or an index that names a missing file.
+            ModelError: no safetensors file, a damaged one, an index that names a missing file, or two tensors of one
+                name.
         """
         self.folder = folder
         self.tensors: dict[str, StoredTensor] = {}
-        for path in self._paths():
-            self.tensors.update(_read_header(path))
+        index = folder / "model.safetensors.index.json"
+        file_of = _read_index(index) if index.is_file() else {}
+        for path in self._paths(index, file_of):
+            for name, stored in _read_header(path).items():
+                other = self.tensors.get(name)
+                if other is None or file_of.get(name) == path.name:
+                    self.tensors[name] = stored
+                elif file_of.get(name) != other.path.name:
+                    raise ModelError(
+                        f"{name!r} is in {other.path.name} too",
+                        where=str(path),
+                        hint="move aside the file that does not belong to the model, or fetch the index of its files",
+                    )
 
     @property
     def names(self) -> frozenset[str]:
         """Names of all stored tensors."""
         return frozenset(self.tensors)
 
-    def _paths(self) -> list[Path]:
-        index = self.folder / "model.safetensors.index.json"
-        if not index.is_file():
-            paths = sorted(self.folder.glob("*.safetensors"))
-            if not paths:
-                raise ModelError("no *.safetensors file", where=str(self.folder), hint="only safetensors are loaded")
-            return paths
-        try:
-            stored = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ModelError(f"not a safetensors index: {error}", where=str(index)) from error
-        paths = [self.folder / name for name in stored]
+    def _paths(self, index: Path, file_of: dict[str, str]) -> list[Path]:
+        paths = [self.folder / name for name in sorted(set(file_of.values()))]
         for path in paths:
             if not path.is_file() or path.parent != self.folder:
-                raise ModelError(f"names the file {path.name!r}, which is not there", where=str(index))
+                raise ModelError(
+                    f"names the file {path.name!r}, which is not there", where=str(index), hint="fetch the missing file"
+                )
+        paths = paths or sorted(self.folder.glob("*.safetensors"))
+        if not paths:
+            raise ModelError("no *.safetensors file", where=str(self.folder), hint="only safetensors are loaded")
         return paths
 
     def units(self, names: Iterable[str], max_bytes: int) -> list[list[StoredTensor]]:
@@ -103,12 +111,31 @@ class Checkpoint:
         return units
 
 
+def _read_index(path: Path) -> dict[str, str]:
+    """Name of a tensor -> name of its file, as a model's index has it.
+
+    Raises:
+        ModelError: it is no index.
+    """
+    content = read_json(path)
+    file_of = content.get("weight_map")
+    if not isinstance(file_of, dict) or not file_of or not all(isinstance(name, str) for name in file_of.values()):
+        raise ModelError(
+            "not a safetensors index: it has no weight_map from tensors to files",
+            where=str(path),
+            hint="fetch the file again",
+        )
+    return file_of
+
+
 def _read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a file.
 
     Raises:
         ModelError: it is damaged.
     """
+    if is_lfs_pointer(path):
+        raise ModelError("this is Git LFS's pointer to the file, not the file", where=str(path), hint="git lfs pull")
     try:
         with safe_open(path, framework="pt"):  # checks that header and size agree, and nothing overlaps
             pass

@@ -16,9 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from specgen.models.config import ModelConfig
 from specgen.models.context import AttentionContext
 from specgen.models.families import DraftModel, TargetModel
+from specgen.tokenizer import Tokenizer
 
+_FEWEST_TOKENS = 8  # of a text, that it tells anything
 # Ordinary prose, some 40 tokens each, which every tokenizer can tell.
 TEXTS = (
     "The old man walked down to the river every morning. He sat on the same stone, looked at the water, and waited for "
@@ -64,6 +67,15 @@ class HeadHealth(NamedTuple):
             share = f"{self.rates[0]:.1%} of {self.num_positions} positions"
             return f"the draft head agrees with the model at {share}: it is broken, or another model's"
         return None
+
+
+def encoded_texts(
+    tokenizer: Tokenizer, config: ModelConfig, max_len: int, num_texts: int | None = None
+) -> list[list[int]] | None:
+    """The texts as tokens, each cut to `max_len`; None if they are too few, or those of another model's tokenizer."""
+    prompts = [tokenizer.encode(text)[:max_len] for text in TEXTS[:num_texts]]
+    is_usable = all(len(ids) >= _FEWEST_TOKENS and max(ids) < config.vocab_size for ids in prompts)
+    return prompts if is_usable else None
 
 
 @torch.inference_mode()

@@ -15,7 +15,7 @@ from specgen.models.deepseek_v3 import MoE
 from specgen.models.families import DraftModel, Family, TargetModel, find_family
 from specgen.models.head_folder import build_head, read_head
 from specgen.models.kept_float8 import as_if_stored, keep_float8
-from specgen.models.weights import Checkpoint, OnProgress, fill_random, load_weights
+from specgen.models.weights import Checkpoint, OnProgress, Plan, check_tensors, fill_random, load_weights
 
 
 class LoadedModel(NamedTuple):
@@ -52,25 +52,11 @@ def load_model(
         ModelError: the checkpoint lacks the draft layer that speculation needs, or does not fit its configuration.
     """
     checkpoint = Checkpoint(folder) if folder is not None else None
-    names = checkpoint.names if checkpoint is not None else frozenset[str]()
-    family = find_family(config.model_type)
-    target: TargetModel = family.build(config, max_positions, dtype, device)
-    plan = family.plan(target)
-    mtp: DraftModel | None = None
+    built = _build(checkpoint, config, num_speculative_tokens, max_positions, dtype, device, draft_folder)
+    target, mtp, plan = built.target, built.mtp, built.plan
     num_head_bytes = 0
-    num_layers = min(config.num_nextn_predict_layers, num_speculative_tokens)
-    if num_speculative_tokens and draft_folder is not None:
-        num_layers = 0  # of the model's own
-        head_folder = read_head(draft_folder, config, max_positions)
-        built = build_head(head_folder, target, num_speculative_tokens, max_positions, dtype, device)
-        num_head_bytes = load_weights(head_folder.checkpoint, built.plan, built.unused)
-        mtp = built.head
-    elif num_speculative_tokens:
-        _require_draft_layers(family, config, checkpoint, num_layers)
-        assert family.draft is not None
-        # a model of random weights brings no copies of the target's embedding and head
-        mtp = family.draft.build(target, num_layers, names, dtype, device)
-        plan |= family.draft.plan(mtp, config, names)
+    if built.head_files is not None:
+        num_head_bytes = load_weights(built.head_files, built.head_plan, built.head_unused)
     if keeps_float8:
         stored = checkpoint.tensors if checkpoint is not None else as_if_stored(plan)
         for part in (target, mtp):
@@ -79,8 +65,7 @@ def load_model(
     if checkpoint is None:
         num_bytes = fill_random(plan, _RANDOM_SEED, dtype, on_progress)
     else:
-        unused = _unused_prefixes(family, config, num_layers if num_speculative_tokens else 0)
-        num_bytes = load_weights(checkpoint, plan, unused, on_progress)
+        num_bytes = load_weights(checkpoint, plan, built.unused, on_progress)
     if mtp is not None:
         _share_equal_copies(target, mtp)
         cheapen(mtp, target, cheap_drafts)
@@ -89,6 +74,68 @@ def load_model(
             if isinstance(part, MoE):
                 part.narrow_gate(dtype)
     return LoadedModel(target.eval(), mtp.eval() if mtp is not None else None, num_bytes + num_head_bytes)
+
+
+def check_model(
+    folder: Path,
+    config: ModelConfig,
+    num_speculative_tokens: int,
+    max_positions: int,
+    draft_folder: Path | None = None,
+) -> None:
+    """Returns if `load_model` would find every tensor that it needs; reads the files' headers alone.
+
+    Raises:
+        ModelError, RecipeError: as `load_model` does, but for values.
+    """
+    checkpoint = Checkpoint(folder)
+    built = _build(
+        checkpoint, config, num_speculative_tokens, max_positions, torch.bfloat16, torch.device("meta"), draft_folder
+    )
+    check_tensors(checkpoint, built.plan, built.unused)
+    if built.head_files is not None:
+        check_tensors(built.head_files, built.head_plan, built.head_unused)
+
+
+class _Built(NamedTuple):
+    """Modules to be filled: those of `plan` from the model's files, those of `head_plan` from a head's own."""
+
+    target: TargetModel
+    mtp: DraftModel | None
+    plan: Plan
+    unused: tuple[str, ...]
+    head_files: Checkpoint | None = None
+    head_plan: Plan = {}  # noqa: RUF012 - never changed
+    head_unused: tuple[str, ...] = ()
+
+
+def _build(
+    checkpoint: Checkpoint | None,
+    config: ModelConfig,
+    num_speculative_tokens: int,
+    max_positions: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    draft_folder: Path | None,
+) -> _Built:
+    names = checkpoint.names if checkpoint is not None else frozenset[str]()
+    family = find_family(config.model_type)
+    target: TargetModel = family.build(config, max_positions, dtype, device)
+    plan = family.plan(target)
+    if not num_speculative_tokens:
+        return _Built(target, None, plan, _unused_prefixes(family, config, 0))
+    if draft_folder is not None:
+        head = read_head(draft_folder, config, max_positions)
+        built = build_head(head, target, num_speculative_tokens, max_positions, dtype, device)
+        unused = _unused_prefixes(family, config, 0)
+        return _Built(target, built.head, plan, unused, head.checkpoint, built.plan, built.unused)
+    num_layers = min(config.num_nextn_predict_layers, num_speculative_tokens)
+    _require_draft_layers(family, config, checkpoint, num_layers)
+    assert family.draft is not None
+    # a model of random weights brings no copies of the target's embedding and head
+    mtp = family.draft.build(target, num_layers, names, dtype, device)
+    plan |= family.draft.plan(mtp, config, names)
+    return _Built(target, mtp, plan, _unused_prefixes(family, config, num_layers))
 
 
 def _share_equal_copies(target: TargetModel, mtp: DraftModel) -> None:

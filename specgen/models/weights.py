@@ -6,7 +6,6 @@ fuse are filled slice by slice. What is missing, unexpected or of another shape 
 
 from __future__ import annotations
 
-import itertools
 import re
 import threading
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from specgen.errors import ModelError
 from specgen.models.checkpoint import Checkpoint, StoredTensor, TensorFile
 from specgen.models.fp8 import BLOCK, apply_scales, scale_names
 from specgen.models.staging import Staging
+from specgen.stats import counted
 
 # Stored by old exporters and computed here, or of activations, which are not quantised.
 _COMPUTED = re.compile(r"\.(rotary_emb\.inv_freq|input_scale)$")
@@ -54,31 +54,8 @@ def load_weights(
     Raises:
         ModelError: a tensor is missing, is not in the plan, has another shape or an integer dtype, or is not finite.
     """
-    missing = sorted(plan.keys() - checkpoint.names)
-    if missing:
-        raise ModelError(
-            f"{len(missing)} tensors are missing, the first is {missing[0]!r}", where=str(checkpoint.folder)
-        )
-    scales = scale_names(checkpoint.tensors, plan)
-    for name in [name for name in scales if plan[name].parts[0][0].dtype == torch.float8_e4m3fn]:
-        del scales[name]  # kept in FP8: the scale is a tensor of the plan
-    left = [
-        name
-        for name in checkpoint.names - plan.keys() - set(scales.values())
-        if not name.startswith(unused_prefixes) and not _COMPUTED.search(name)
-    ]
-    if left:
-        name = min(left)
-        where = str(checkpoint.tensors[name].path)
-        raise ModelError(f"unexpected tensor {name!r} ({len(left)} in all)", where=where)
+    scales = check_tensors(checkpoint, plan, unused_prefixes)
     units = checkpoint.units(plan, _UNIT_BYTES)
-    for stored in itertools.chain.from_iterable(units):
-        if stored.shape != plan[stored.name].shape:
-            raise ModelError(
-                f"{stored.name!r} has shape {list(stored.shape)}; config.json asks for {list(plan[stored.name].shape)}",
-                where=str(stored.path),
-            )
-        _ = stored.dtype  # refuses what is not supported
     progress = _Progress(sum(stored.num_bytes for unit in units for stored in unit), on_progress)
     device = next(iter(plan.values())).parts[0][0].device
     num_threads = num_threads or (1 if device.type == "cpu" else _NUM_THREADS)
@@ -94,6 +71,46 @@ def load_weights(
     scale_bytes = apply_scales(checkpoint, plan, scales)
     _require_finite(checkpoint, plan)
     return progress.total + scale_bytes
+
+
+def check_tensors(checkpoint: Checkpoint, plan: Plan, unused_prefixes: tuple[str, ...]) -> dict[str, str]:
+    """Returns the names of the scales to be applied, by tensor, if the checkpoint holds what the plan needs.
+
+    Raises:
+        ModelError: a tensor is missing, is not in the plan, has another shape or a dtype that is not loaded.
+    """
+    missing = sorted(plan.keys() - checkpoint.names)
+    if missing:
+        raise ModelError(
+            f"{counted(len(missing), 'tensor')} missing, the first is {missing[0]!r}",
+            where=str(checkpoint.folder),
+            hint="are all of the model's files there?",
+        )
+    scales = scale_names(checkpoint.tensors, plan)
+    for name in [name for name in scales if plan[name].parts[0][0].dtype == torch.float8_e4m3fn]:
+        del scales[name]  # kept in FP8: the scale is a tensor of the plan
+    left = [
+        name
+        for name in checkpoint.names - plan.keys() - set(scales.values())
+        if not name.startswith(unused_prefixes) and not _COMPUTED.search(name)
+    ]
+    if left:
+        name = min(left)
+        where = str(checkpoint.tensors[name].path)
+        raise ModelError(
+            f"unexpected tensor {name!r} ({len(left)} in all)",
+            where=where,
+            hint="the model has a part that its model_type has not, or the file belongs to another model",
+        )
+    for name in sorted(plan):
+        stored = checkpoint.tensors[name]
+        if stored.shape != plan[name].shape:
+            raise ModelError(
+                f"{name!r} has shape {list(stored.shape)}; config.json asks for {list(plan[name].shape)}",
+                where=str(stored.path),
+            )
+        _ = stored.dtype  # refuses what is not supported
+    return scales
 
 
 def _require_finite(checkpoint: Checkpoint, plan: Plan) -> None:

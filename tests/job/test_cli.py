@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -126,6 +127,23 @@ def test_on_error_stop_gives_3_too(folder: Path) -> None:
         (["run", "job.yaml", "gzipped"], "gzipped: this is a gzip file"),
         (["check", "job.yaml", "--set", "engine.max_model_len=9999"], "the model's limit is 2048"),
         (["check", "job.yaml", "empty.jsonl"], "the input has no rows"),
+        (["check", "job.yaml", "--set", "output.path=in.jsonl"], "the output is the input file"),
+        (["check", "job.yaml", "--set", "output.path=no/where.jsonl"], "folder does not exist"),
+        (["check", "job.yaml", "--set", "speculation.model=nowhere"], "no model folder 'nowhere'"),
+        (["check", "job.yaml", "--set", "speculation.model=smollm2-135m-mtp"], "the draft head does not fit the model"),
+        *(
+            ([command, "job.yaml", "--set", setting], part)
+            for command in ("run", "check")
+            for setting, part in (
+                ("sampling.logit_bias={4096: 1}", "--set: sampling.logit_bias: token id 4096 is not in"),
+                ("sampling.stop_token_ids=[7, 5000]", "--set: sampling.stop_token_ids: token id 5000 is not in"),
+                ("input.system=Be brief.", "--set: input.system has no effect: the rows are no chats"),
+                ("input.chat_template=job.yaml", "--set: input.chat_template has no effect"),
+                ("input.template_args={a: 1}", "--set: input.template_args has no effect"),
+                ("input.split=test", "input.split has no effect: it is for datasets"),
+                ("input.streaming=true", "--set input.streaming=false"),
+            )
+        ),
         (["bench", "--num-spec-tokens", "0"], "must be at least 1"),
         (["bench", "-k", "99"], "command line: speculation.num_tokens must be"),
         (["bench", "-k", "99", "--recipe", "job.yaml"], "command line: speculation.num_tokens must be"),
@@ -246,6 +264,19 @@ def test_a_wrong_config_is_the_models(
     told = capsys.readouterr().err
     assert "model/config.json: " in told
     assert part in told
+
+
+def test_check_finds_a_models_missing_files_and_draft_layers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundled = resolve_model("stories-7m")
+    shutil.copytree(bundled, folder / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    assert main(["check", "job.yaml", "--set", "model.path=model"]) == 2
+    assert "model: no *.safetensors file" in capsys.readouterr().err
+    (folder / "model" / "model.safetensors").symlink_to(bundled / "model.safetensors")
+    assert main(["check", "job.yaml", "--set", "model.path=model"]) == 0
+    config = json.loads((bundled / "config.json").read_text()) | {"num_nextn_predict_layers": 0}
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    assert main(["check", "job.yaml", "--set", "model.path=model"]) == 2
+    assert "the model has no draft layer" in capsys.readouterr().err
 
 
 def test_fresh_moves_the_old_output_aside(folder: Path, engines: list[Any], capsys: pytest.CaptureFixture[str]) -> None:

@@ -194,6 +194,14 @@ def test_a_name_with_a_star_in_it_is_a_name(tmp_path: Path) -> None:
         ("in.arrow", b"plain", "not a whole Arrow file"),
         ("in.jsonl", gzip.compress(JSONL), r"this is a gzip file.*ends in \.gz is unpacked"),
         ("in.jsonl", b"PAR1plain", r"this is a Parquet file.*input\.format=parquet"),
+        ("in.json", b'[{"prompt": "a"}, {"prompt": "b"}]', "array of objects.*jq -c"),
+        ("in.json", b'\xef\xbb\xbf[\r\n  {"prompt": "a"}\r\n]\r\n', "JSON over several lines"),
+        ("in.json", b'{\n  "prompt": "a"\n}\n', "JSON over several lines"),
+        ("in.tsv", b"id\tprompt\n1\ta\n", r"\.tsv files are not read.*input\.format"),
+        ("in.jsonl.xz", b"packed", r"\.xz files are not read"),
+        ("in.csv", b"id;prompt\n1;a\n", "header is one cell, 'id;prompt'.*separated by commas"),
+        ("in.csv", b'"id"x,prompt\n1,a\n', "header cannot be read"),
+        ("in.csv", "id,frage\xe4\n1,a\n".encode("latin-1"), "header is not UTF-8"),
     ],
 )
 def test_a_file_that_is_not_what_it_says(tmp_path: Path, name: str, content: bytes, part: str) -> None:

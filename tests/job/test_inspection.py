@@ -75,7 +75,7 @@ def test_what_stops_a_run_is_told_at_once(tmp_path: Path) -> None:
     kept["model.norm.weight"] = torch.ones(47)
     del kept["model.layers.1.mlp.up_proj.weight"]
     problems = "\n".join(inspect(write_folder(tmp_path, config_of("mimo"), kept)).problems)
-    assert "1 tensors are missing, the first is 'model.layers.1.mlp.up_proj.weight'" in problems
+    assert "1 tensor missing, the first is 'model.layers.1.mlp.up_proj.weight'" in problems
     assert "'model.norm.weight' in model.safetensors: [47], and config.json asks for [48]" in problems
     assert "promises 1 draft layers, the files hold 0" in problems
 

@@ -71,11 +71,25 @@ def test_old_files_are_moved_aside_one_after_the_other(tmp_path: Path) -> None:
 
 def test_a_check_leaves_no_trace(tmp_path: Path) -> None:
     old = tmp_path / "stats.json"
-    old.write_text("old")
+    old.write_text('{\n "rows": 3\n}\n')
     check_output(str(tmp_path / "out"), inputs=[])
     check_replaceable(str(tmp_path / "new.json"), "statistics file", [])
     check_replaceable(str(old), "statistics file", [])
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("stats.json", "old")]
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("stats.json", '{\n "rows": 3\n}\n')]
+
+
+@pytest.mark.parametrize("what", ["page", "JSON file", "statistics file"])
+def test_what_is_no_such_file_is_not_replaced(tmp_path: Path, what: str) -> None:
+    """Rows, answers of another run, a page in the place of figures: a slip in a command line must not cost them."""
+    path = tmp_path / "precious"
+    for content in ('{"prompt": "a"}\n', "precious", "[]", "id,prompt\n"):
+        path.write_text(content)
+        with pytest.raises(InputError, match=f"precious: the {what} would overwrite a file that is none"):
+            check_replaceable(str(path), what, [])
+        assert path.read_text() == content
+    for content in ("", "<!doctype html>\n<p>" if what == "page" else '{\n  "rows": 3\n}\n'):
+        path.write_text(content)
+        check_replaceable(str(path), what, [])
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

@@ -74,6 +74,25 @@ def test_what_cannot_run_says_why(builder: PromptBuilder, data: dict[str, Any], 
     assert part in str(caught.value)
 
 
+def test_a_text_whose_tokens_the_model_has_not_is_its_rows_error(tokenizer: Tokenizer) -> None:
+    """Another model's tokenizer, or one with tokens that were added to it alone."""
+    recipe = recipe_from_settings()
+    builder = PromptBuilder(recipe, tokenizer, max_model_len=LIMIT, vocab_size=max(tokenizer.encode("Hi there")))
+    assert build(builder, {"prompt": "a"}).token_ids
+    with pytest.raises(RowError, match="by the model's tokenizer: token id") as caught:
+        build(builder, {"prompt": "Hi there"})
+    assert caught.value.code == "bad_token_id"
+
+
+def test_a_row_that_may_only_end_and_must_not_is_an_error(tokenizer: Tokenizer) -> None:
+    recipe = recipe_from_settings()
+    builder = PromptBuilder(recipe, tokenizer, max_model_len=LIMIT, vocab_size=4096, eos_token_ids=(1,))
+    assert build(builder, {"prompt": "a", "sampling": {"allowed_token_ids": [1]}}).token_ids
+    with pytest.raises(RowError, match=r"sampling: allowed_token_ids must name .* that EOS leave to it") as caught:
+        build(builder, {"prompt": "a", "sampling": {"allowed_token_ids": [1], "min_tokens": 2}})
+    assert caught.value.code == "bad_sampling"
+
+
 def test_the_limit_is_prompt_and_answer_together(builder: PromptBuilder) -> None:
     assert len(build(builder, {"prompt": [5] * (LIMIT - 1)}).token_ids) == LIMIT - 1
     with pytest.raises(RowError, match=f"{LIMIT} tokens.*max_model_len = {LIMIT}.*input.truncate"):

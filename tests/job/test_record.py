@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import given
@@ -44,7 +45,9 @@ def test_a_finished_rows_line() -> None:
     assert record["id"] == "r7"
     assert record["index"] == 7
     assert (record["sample"], record["key"]) == (1, "id:str:r7")
-    assert FORM.parse(line) == Kept("id:str:r7", 1, False, 7)
+    kept = FORM.parse(line)
+    assert replace(kept, mark=0) == Kept("id:str:r7", 1, False, 7)
+    assert kept.mark == FORM.mark(Plan(Row(7, 8, "r7", {"prompt": "Ünder", "n": 1}), ""))
     assert record["usage"] == {"prompt_tokens": 21, "completion_tokens": 3, "cached_tokens": 16}
     assert record["spec"]["accepted_per_pos"] == [1, 1, 0]
     assert record["spec"]["mean_accepted_length"] == 3.0
@@ -80,7 +83,7 @@ def test_a_failed_rows_line_has_the_same_keys() -> None:
     line = FORM.line(Plan(BadRow(2, 5, error), "row:1:0", error), Answer(None, error=error))
     record = json.loads(line)
     assert list(record) == KEYS
-    assert FORM.parse(line) == Kept("row:1:0", None, True, 2)
+    assert replace(FORM.parse(line), mark=0) == Kept("row:1:0", None, True, 2)
     assert record["finish_reason"] == "error"
     assert record["text"] is record["stop"] is record["spec"] is record["seed"] is record["input"] is None
     assert record["error"] == {"code": "bad_json", "message": "broken", "line": 5}
@@ -101,6 +104,12 @@ def test_every_row_comes_back_as_it_was_read(data: dict[str, Any], text: str) ->
     record = json.loads(line.decode("utf-8"))
     assert record["input"] == data
     assert record["text"] == text
+    marks = {
+        FORM.parse(line).mark,
+        FORM.parse(json.dumps(record).encode()).mark,
+        FORM.mark(Plan(Row(7, 8, "", data), "")),
+    }
+    assert len(marks - {0}) == 1  # also if somebody else wrote the line anew
 
 
 def test_lone_surrogates_stay_escaped() -> None:

@@ -39,6 +39,34 @@ def test_done_is_what_has_a_complete_record_wherever_the_rows_stand_now(workplac
     assert records["r4"]["seed"] == old[4]["seed"]
 
 
+def test_rows_that_have_changed_since_are_told_and_keep_their_answers(workplace: Any, fake_engine: Any) -> None:
+    rows: list[Any] = [{**row, "label": 1} for row in rows_of(6)]
+    workplace.write(rows)
+    workplace.run(fake_engine())
+    old = workplace.records()
+
+    def changed() -> tuple[bool, int, int, str]:
+        workplace.write(rows)
+        session = workplace.session(fresh=False)
+        work, counts = session.has_work, session.counts
+        session.finish()
+        return work, counts.skipped, counts.changed, counts.first_changed
+
+    assert changed() == (False, 6, 0, "")
+    rows.reverse()
+    assert changed() == (False, 6, 0, "")
+    rows[1]["prompt"] = "another story"
+    rows[4]["label"] = 2  # a column that asks for nothing is in the answer too
+    assert changed() == (False, 6, 2, "line 2")
+    assert sorted(workplace.records(), key=lambda record: record["id"]) == old
+    write_lines(workplace.output, [record | {"input": None} for record in old])
+    assert changed()[2] == 6
+    for record in old:
+        del record["input"]
+    write_lines(workplace.output, old)
+    assert changed()[2] == 0  # nobody knows
+
+
 def test_repeated_prompts_without_ids_are_rows_of_their_own(workplace: Any, fake_engine: Any) -> None:
     workplace.write([{"prompt": "the same"}] * 6)
     workplace.run(fake_engine())

@@ -98,6 +98,9 @@ def test_where_a_template_comes_from(tmp_path: Path) -> None:
         json.dumps({"chat_template": [{"name": "tool", "template": "t"}, {"name": "default", "template": "d"}]})
     )
     assert find() == "d"
+    for declared in (["d"], [{"name": ["default"]}], 5, {"name": "default"}):
+        config.write_text(json.dumps({"chat_template": declared}))
+        assert find() is None
     config.write_text(json.dumps({"chat_template": "one"}))
     assert find() == "one"
     (tmp_path / "chat_template.jinja").write_text("own file")
@@ -166,11 +169,23 @@ def test_a_template_owns_its_special_tokens_and_raw_text_gets_bos_once(
     assert "line 2" in caplog.text
 
 
+def test_a_chat_template_that_gives_nothing_is_its_rows_error(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    made = builder(tokenizer, tmp_path, "{% if messages[0]['content'] != 'hi' %}ok{% endif %}")
+    rows = [Row(0, 1, None, {"messages": [{"role": "user", "content": text}]}) for text in ("ho", "hi")]
+    assert made.build(rows[0]).token_ids == tokenizer.encode("ok", with_prefix=False)
+    with pytest.raises(RowError, match="no tokens: the chat template gave an empty text") as caught:
+        made.build(rows[1])
+    assert caught.value.code == "empty_prompt"
+
+
 def test_a_template_over_columns(tokenizer: Tokenizer) -> None:
     column = ColumnTemplate("Q: {{ question }}{% if hint %} ({{ hint | upper }}){% endif %}\nA:")
     assert column.render({"question": "why?", "hint": "ja"}) == "Q: why? (JA)\nA:"
     with pytest.raises(RowError, match=r"'question' is undefined \(columns: hint\)"):
         column.render({"hint": 1})
+    assert column.render({"question": "why?", "hint": None}) == "Q: why?\nA:"
+    with pytest.raises(RowError, match="a value is null, and would be written as None"):
+        column.render({"question": None, "hint": None})
     with pytest.raises(RowError, match="empty text"):
         ColumnTemplate("{{ a }}").render({"a": ""})
     recipe = recipe_from_settings(["input.template=Tell me of {{ a }}"])

@@ -131,5 +131,5 @@ def test_a_full_device_is_the_users_to_mend() -> None:
         with LineWriter(StreamSink("/dev/full"), ordered=True) as writer:
             writer.put(0, b"x\n")
 
-    with pytest.raises(InputError, match="writing the output failed: No space left"):
+    with pytest.raises(InputError, match="/dev/full: writing the output failed: No space left"):
         write()

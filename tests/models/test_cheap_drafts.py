@@ -58,7 +58,7 @@ def test_nothing_is_replaced_unless_asked(tiny: Path) -> None:
 def test_float8_is_the_draft_layers_own_and_rounded_from_what_was_loaded(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cheap_drafts, "_LARGE", 48 * 96)  # the projection 2H -> H, nothing smaller
+    monkeypatch.setattr(cheap_drafts, "LARGE_WEIGHT", 48 * 96)  # the projection 2H -> H, nothing smaller
     plain, cheap = load(tiny), load(tiny, CheapDrafts(float8=True))
     assert plain.mtp is not None and cheap.mtp is not None
     for ours, theirs in zip(cheap.target.modules(), plain.target.modules(), strict=True):
@@ -173,7 +173,7 @@ def test_law_cheap_drafts_change_no_token(
     k: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cheap_drafts, "_LARGE", 0)
+    monkeypatch.setattr(cheap_drafts, "LARGE_WEIGHT", 0)
     rows, want = plain
     harness = Harness(tiny, k=k, cheap_drafts=options, eos=[62], max_num_seqs=5, async_scheduling=k == 3, budget=37)
     got = harness.run(rows)

@@ -26,7 +26,7 @@ from whole_sequence import whole_sequence_logits
 from specgen.errors import ModelError, RecipeError
 from specgen.models.config import parse_config, read_config
 from specgen.models.families import known_families
-from specgen.models.loading import load_model
+from specgen.models.loading import check_model, load_model
 from specgen.sampling_params import SamplingParams
 
 TOLERANCE = 1e-4
@@ -331,7 +331,7 @@ class TestBrokenFolders:
         """Another tensor, or none, under a name; returns its file's name."""
         file = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"][name]
         weights = load_file(folder / file)
-        del weights[name]
+        weights.pop(name, None)
         save_file(weights | ({} if tensor is None else {name: tensor}), folder / file)
         return file
 
@@ -342,6 +342,45 @@ class TestBrokenFolders:
         (folder / "model-00003-of-00005.safetensors").unlink()
         with pytest.raises(ModelError, match=r"model-00003-of-00005\.safetensors', which is not there"):
             self.load(folder)
+
+    @pytest.mark.parametrize("index", ["[]", '{"weight_map": 5}', '{"weight_map": {"lm_head.weight": 1}}', "{}"])
+    def test_an_index_that_is_none(self, folder: Path, index: str) -> None:
+        (folder / "model.safetensors.index.json").write_text(index)
+        with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json"):
+            self.load(folder)
+
+    def test_a_pointer_in_place_of_a_file(self, folder: Path) -> None:
+        for name in ("model-00002-of-00005.safetensors", "model.safetensors.index.json"):
+            (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+            with pytest.raises(ModelError, match=rf"{name}.*Git LFS's pointer.*git lfs pull"):
+                self.load(folder)
+
+    def test_a_tensor_in_two_files(self, folder: Path) -> None:
+        """The one that the index means is taken; without an index, nobody knows which."""
+        index = folder / "model.safetensors.index.json"
+        file_of = json.loads(index.read_text())["weight_map"]
+        for place, other in ((1, 5), (5, 1)):  # before and behind the file that the index means
+            name = next(name for name, file in file_of.items() if file.startswith(f"model-0000{place}"))
+            path = folder / f"model-0000{other}-of-00005.safetensors"
+            kept = path.read_bytes()
+            meant = load_file(folder / file_of[name])[name]
+            save_file(load_file(path) | {name: torch.full_like(meant, float("nan"))}, path)
+            self.load(folder)  # a NaN would be refused
+            index.rename(folder / "index")
+            with pytest.raises(ModelError, match=rf"'{name}' is in model-0000.*move aside"):
+                self.load(folder)
+            (folder / "index").rename(index)
+            path.write_bytes(kept)
+
+    def test_what_a_load_would_find_is_found_in_the_headers(self, folder: Path) -> None:
+        check_model(folder, read_config(folder), 1, 64)
+        name = "model.mtp_layers.0.input_proj.weight"
+        for tensor, part in ((torch.ones(48, 40), "has shape"), (None, "1 tensor missing")):
+            self.replace(folder, name, tensor)
+            with pytest.raises(ModelError, match=part):
+                check_model(folder, read_config(folder), 1, 64)
+            check_model(folder, read_config(folder), 0, 64)
+            self.replace(folder, name, torch.ones(48, 96))
 
     def test_a_truncated_shard(self, folder: Path) -> None:
         path = folder / "model-00002-of-00005.safetensors"
