@@ -108,8 +108,9 @@ def _measure(
     if tokenizer is None:
         workloads = [shape_workload(shape) for shape in shapes]
     else:
-        template = chat_template_of(recipe, setup.folder, needed=recipe.input.messages is not None)
-        workloads = [rows_workload(read_bench_rows(recipe, flags.num_rows), tokenizer, template)]
+        first = read_bench_rows(recipe, flags.num_rows)
+        is_chat = first.is_batch or recipe.input.messages is not None
+        workloads = [rows_workload(first, tokenizer, chat_template_of(recipe, setup.folder, needed=is_chat))]
     traces = flags.trace_path is not None or (flags.with_traces and setup.device.type == "cuda")
     if traces:
         prepare_profiler()

@@ -19,13 +19,13 @@ from specgen.errors import EngineError, InputError, RowError
 from specgen.job.job import Engine
 from specgen.job.plan import RowPlanner
 from specgen.job.prompts import PromptBuilder, chat_template_of
-from specgen.job.readers import Row
 from specgen.job.verdict import NOISE_FACTOR, ROUNDING_FACTOR, TOLERANCES, Difference, RunAt, SideAt, ended, judge
+from specgen.job.workloads import FirstRows
 from specgen.models.config import read_config, resolve_max_model_len
 from specgen.recipe import Recipe
 from specgen.stats import counted
 from specgen.stops import stop_check_of
-from specgen.tokenizer import Tokenizer
+from specgen.tokenizer import Tokenizer, eos_token_ids
 from specgen.worker.probe import PositionLogits, Probe
 from specgen.worker.worker import (
     WorkerConfig,
@@ -177,24 +177,25 @@ def name_of_row(row_id: str | int | None, line: int) -> str:
     return f"of line {line}" if row_id is None else f"{row_id!r} (line {line})"
 
 
-def prepare_rows(recipe: Recipe, folder: Path, rows: Sequence[Row], tokenizer: Tokenizer) -> list[VerifyRow]:
+def prepare_rows(recipe: Recipe, folder: Path, first: FirstRows, tokenizer: Tokenizer) -> list[VerifyRow]:
     """Return the rows made ready for the model in `folder`, in order.
 
     Raises: InputError for a row that cannot be run, ModelError, RecipeError.
     """
     model = read_config(folder)
     limit = resolve_max_model_len(recipe.engine.max_model_len, model, recipe.origins.get("engine.max_model_len"))
-    planner = RowPlanner(recipe)
+    planner = RowPlanner(recipe, is_batch=first.is_batch)
     builder = PromptBuilder(
         recipe,
         tokenizer,
         max_model_len=limit,
         vocab_size=model.vocab_size,
-        template=chat_template_of(recipe, folder, needed=recipe.input.messages is not None),
+        template=chat_template_of(recipe, folder, needed=first.is_batch or recipe.input.messages is not None),
         planner=planner,
+        eos_token_ids=eos_token_ids(folder, tokenizer),
     )
     prepared: list[VerifyRow] = []
-    for row in rows:
+    for row in first.rows:
         try:
             plan = planner.plan(row)
             prompt = builder.build_planned(plan)

@@ -12,6 +12,7 @@ from specgen.errors import InputError, RecipeError, RowError
 from specgen.job.bench_figures import Shape
 from specgen.job.inputs import Input
 from specgen.job.passes import BenchEngine
+from specgen.job.plan import RowPlanner
 from specgen.job.prompts import PromptBuilder
 from specgen.job.readers import BadRow, Row, no_rows
 from specgen.job.templates import ChatTemplate
@@ -21,6 +22,13 @@ from specgen.stops import stop_check_of
 from specgen.tokenizer import Tokenizer
 
 _SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")
+
+
+class FirstRows(NamedTuple):
+    """The first rows of a file; is_batch: they are requests of an OpenAI batch file."""
+
+    rows: list[Row]
+    is_batch: bool
 
 
 class Workload(NamedTuple):
@@ -66,7 +74,7 @@ def shape_workload(shape: Shape) -> Workload:
     return Workload(shape, requests)
 
 
-def rows_workload(rows: Sequence[Row], tokenizer: Tokenizer, template: ChatTemplate | None = None) -> Workload:
+def rows_workload(first: FirstRows, tokenizer: Tokenizer, template: ChatTemplate | None = None) -> Workload:
     """Return the rows of a file, as a run would prompt them; `template` is for chats."""
 
     def requests(recipe: Recipe, engine: BenchEngine) -> list[EngineRequest]:
@@ -76,9 +84,10 @@ def rows_workload(rows: Sequence[Row], tokenizer: Tokenizer, template: ChatTempl
             max_model_len=engine.max_model_len,
             vocab_size=engine.vocab_size,
             template=template,
+            planner=RowPlanner(recipe, is_batch=first.is_batch),
         )
         found = []
-        for row in rows:
+        for row in first.rows:
             try:
                 prompt = builder.build(row)
             except RowError as error:
@@ -90,7 +99,7 @@ def rows_workload(rows: Sequence[Row], tokenizer: Tokenizer, template: ChatTempl
     return Workload(None, requests)
 
 
-def read_bench_rows(recipe: Recipe, num_rows: int) -> list[Row]:
+def read_bench_rows(recipe: Recipe, num_rows: int) -> FirstRows:
     """Return the first `num_rows` rows of the recipe's input, or fewer if its limit says so.
 
     Raises: InputError if one of them is broken, or there is none.
@@ -103,4 +112,4 @@ def read_bench_rows(recipe: Recipe, num_rows: int) -> list[Row]:
         rows.append(row)
     if not rows:
         raise no_rows(source.name)
-    return rows
+    return FirstRows(rows, source.is_batch)

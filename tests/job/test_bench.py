@@ -15,6 +15,7 @@ from specgen.job.bench import BenchPlan, Candidate, run_bench
 from specgen.job.bench_figures import Machine, Round, Shape
 from specgen.job.bench_result import BenchResult, Case, Side
 from specgen.job.floor import Ceilings, Cost, Op
+from specgen.job.templates import ChatTemplate
 from specgen.job.trace import Traced
 from specgen.job.workloads import Workload, parse_shapes, read_bench_rows, rows_workload, shape_workload
 from specgen.recipe import Recipe
@@ -402,3 +403,15 @@ def test_workloads_are_asked_for_requests_once_an_engine(workplace: Any, fake_en
     result = run_bench(plan, lambda side: fake_engine())
     assert seen == [3]
     assert len(result.cases[0].sides[0].rounds) == 3
+
+
+def test_the_rows_of_a_batch_file_are_its_requests(workplace: Any, fake_engine: Any) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "story"}], "max_tokens": 3}
+    workplace.write([{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}])
+    recipe = workplace.recipe()
+    template = ChatTemplate("{{ messages[0].content }}", "a test", tokens={}, system=None, args=None)
+    first = read_bench_rows(recipe, 2)
+    assert first.is_batch
+    (request,) = rows_workload(first, workplace.tokenizer, template).requests(recipe, fake_engine())
+    assert request.params.max_tokens == 3
+    assert request.prompt_token_ids == workplace.tokenizer.encode("story", with_prefix=False)
