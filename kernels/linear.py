@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 
 from specgen.kernels._checks import check, check_same_device
-from specgen.kernels._triton import pdl, tl, triton, wait_for_inputs
+from specgen.kernels._triton import ask_for, pdl, tl, triton, wait_for_inputs
+
+FEW_ROWS = 16  # up to so many on CUDA: a product whose weights are asked for while the kernel before it runs
 
 ROW_MULTIPLE = 16
 MAX_ROWS = 256  # more rows go in several calls, so that the self-test sees every row count that is ever used
@@ -37,7 +39,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     check_same_device(x=x, weight=weight)
     if not x.is_cuda:
         return linear_torch(x, weight)
-    return linear_triton(x, weight) if x.dtype == torch.float32 else F.linear(x, weight)
+    if x.dtype == torch.float32:
+        return linear_triton(x, weight, x.dtype)
+    if len(x) <= FEW_ROWS and _few_rows_agree(*weight.shape, x.dtype, x.device):
+        return linear_triton(x, weight, x.dtype)
+    return F.linear(x, weight)
 
 
 def linear_torch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -48,11 +54,16 @@ def linear_torch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 @triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(
     x_ptr, weight_ptr, out_ptr, num_rows, num_columns, x_stride, inner: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_INNER: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_INNER: tl.constexpr, LINES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    wait_for_inputs(PDL)
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     columns = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    if PDL:  # weights are older than the kernel before this one
+        in_line: tl.constexpr = 128 // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        line = tl.minimum(tl.arange(0, LINES) * in_line, inner - 1)
+        ask_for(weight_ptr + tl.minimum(columns, num_columns - 1)[:, None].to(tl.int64) * inner + line[None, :])
+    wait_for_inputs(PDL)
     acc = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
     for start in range(0, inner, BLOCK_INNER):
         k = start + tl.arange(0, BLOCK_INNER)
@@ -62,22 +73,33 @@ def _linear_kernel(
         w = tl.load(weight_ptr + columns[None, :].to(tl.int64) * inner + k[:, None], mask=w_mask, other=0.0)
         acc = tl.dot(x, w, acc, input_precision="ieee")
     out_mask = (rows[:, None] < num_rows) & (columns[None, :] < num_columns)
-    tl.store(out_ptr + rows[:, None].to(tl.int64) * num_columns + columns[None, :], acc, mask=out_mask)
+    target = out_ptr + rows[:, None].to(tl.int64) * num_columns + columns[None, :]
+    tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
 
 
-def linear_triton(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return what `linear_float32` returns, by a fixed tile and one order of the inner sum."""
+def linear_triton(x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return x @ weight.T in `out_dtype`, by a fixed tile and one order of the inner sum."""
     weight = weight.contiguous()
-    num_rows, num_columns = x.shape[0], weight.shape[0]
-    out = torch.empty(num_rows, num_columns, dtype=torch.float32, device=x.device)
+    num_rows, (num_columns, inner) = x.shape[0], weight.shape
+    out = torch.empty(num_rows, num_columns, dtype=out_dtype, device=x.device)
     is_half = x.dtype.itemsize == 2
     grid = (triton.cdiv(num_rows, 16), triton.cdiv(num_columns, 16))
     if num_rows:
         _linear_kernel[grid](
-            x, weight, out, num_rows, num_columns, x.stride(0), weight.shape[1], BLOCK_ROWS=16, BLOCK_COLUMNS=16,
-            BLOCK_INNER=256 if is_half else 128, num_warps=4, num_stages=4, **pdl(),
+            x, weight, out, num_rows, num_columns, x.stride(0), inner, BLOCK_ROWS=16, BLOCK_COLUMNS=16,
+            BLOCK_INNER=256 if is_half else 128, LINES=triton.next_power_of_2(triton.cdiv(inner * x.itemsize, 128)),
+            num_warps=4, num_stages=4, **pdl(),
         )  # fmt: skip
     return out
+
+
+@functools.cache
+def _few_rows_agree(num_columns: int, inner: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the few rows' product gives cuBLAS' bits in this shape, which all larger numbers of rows get."""
+    generator = torch.Generator(device).manual_seed(0)
+    weight = torch.randn(num_columns, inner, generator=generator, device=device, dtype=dtype)
+    x = torch.randn(FEW_ROWS, inner, generator=generator, device=device, dtype=dtype)
+    return torch.equal(linear_triton(x, weight, dtype), F.linear(x, weight))
 
 
 def linear_float32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
