@@ -223,7 +223,9 @@ def gqa_attention_triton(
         BY_SPLIT=by_split,
         KEY_START=key_start,
         num_warps=4,
-        num_stages=2 if kv_cache.dtype == FLOAT8 else 3,  # registers hold the widened keys, and a third stage spills
+        # Two loads in a row, block numbers and then keys: five stages keep two steps on their way. Over FP8, registers
+        # hold the widened keys, and a third stage spills.
+        num_stages=2 if kv_cache.dtype == FLOAT8 else 5,
         **shared,
     )
     if by_split:
