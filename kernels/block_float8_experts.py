@@ -79,8 +79,8 @@ def block_float8_experts_triton(
     tile_expert = torch.empty(max_tiles, dtype=torch.int32, device=x.device)
     tile_pairs = torch.empty(max_tiles * height, dtype=torch.int32, device=x.device)
     place_kernel[(num_experts + 1,)](
-        ids, tile_expert, tile_pairs, ids, num_pairs, 0, num_experts, max_tiles, ROWS=height,
-        EXPERTS=triton.next_power_of_2(num_experts), SORTED=False, **place_options(num_pairs), **pdl(),
+        ids, tile_expert, tile_pairs, num_pairs, 0, num_experts, max_tiles, ROWS=height,
+        EXPERTS=triton.next_power_of_2(num_experts), **place_options(num_pairs), **pdl(),
     )  # fmt: skip
     activated = torch.empty(num_pairs, inner, dtype=x.dtype, device=x.device)
     for source, weights, scale, target, num_columns, width, pairs_a_row in (

@@ -4,24 +4,23 @@ It knows which expert each token chose, not why. A row's bits don't depend on th
 bits (`linear`). The Triton path sorts tokens by expert into tiles of a fixed number of rows without a look from the
 host: its grids come from bounds, and tiles past the real ones return at once. Experts that every token takes (shared
 ones) are the last: with few tokens an expert they get taller tiles of their own. With many tokens, when arithmetic
-counts and not the reading of weights, torch's grouped product is the faster one; its bits are the same.
+counts and not the reading of weights, rows are sorted first (`_sorted_experts`); their bits are the same.
 
 Weights may be held in FP8 with a scale a row (`float8_linear`), as those of draft layers. They go through the tiles
-whatever the number of tokens: torch's grouped product would want a copy of all of them in bfloat16, twice their own
-memory, for the one or two layers of a model that draft.
+whatever the number of tokens: sorted rows are for the many layers that do not draft.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from specgen.kernels._checks import check, check_same_device
+from specgen.kernels._sorted_experts import sort_pairs, sorted_products
 from specgen.kernels._triton import can_use_tma, descriptor, pdl, tl, triton, wait_for_inputs
 from specgen.kernels.float8_linear import FLOAT8, Float8Weight, dequantize_rows, narrow
 from specgen.kernels.linear import ROW_MULTIPLE, linear_torch
-from specgen.kernels.silu_mul import silu_mul_torch, silu_mul_triton
+from specgen.kernels.silu_mul import silu_mul_torch
 
 # Tiles of the grouped products by height: columns, inner, weights by TMA, warps, stages. A row's bits are the same in
 # each.
@@ -32,7 +31,7 @@ _TILES = {
     128: (128, 64, True, 8, 4),
 }
 _SHARING = 64  # from this height on it suits the shared experts as well, which then need no launch of their own
-_MANY_TOKENS = 1536  # from so many on, on CUDA in half precision: torch's grouped product
+_MANY_TOKENS = 1024  # from so many on, on Hopper in half precision: sorted rows
 _SCAN = 1024  # pairs a step when sorting by expert; four times that for many
 
 
@@ -83,8 +82,8 @@ def moe_experts(
         raise ValueError(f"num_shared: expected 0..{min(ids.shape[1], num_experts)}, got {num_shared}")
     if not x.is_cuda:
         return moe_experts_torch(x, ids, w13, w2, num_shared, scales)
-    if num_tokens >= _MANY_TOKENS and x.dtype == torch.bfloat16 and scales is None:
-        return moe_experts_grouped(x, ids, w13, w2)
+    if num_tokens >= _MANY_TOKENS and x.dtype == torch.bfloat16 and scales is None and can_use_tma(w13, w2):
+        return moe_experts_sorted(x, ids, w13, w2)
     return moe_experts_triton(x, ids, w13, w2, num_shared, scales)
 
 
@@ -126,19 +125,12 @@ def moe_experts_torch(
     return ExpertRows(down, torch.from_numpy(place.astype(np.int32)).view(num_tokens, top_k))
 
 
-def moe_experts_grouped(x: torch.Tensor, ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> ExpertRows:
-    """Return what `moe_experts` returns, by torch's grouped product over rows sorted by expert. bfloat16, on CUDA."""
-    num_pairs, num_experts = ids.numel(), w2.shape[0]
-    order = torch.empty(num_pairs, dtype=torch.int32, device=x.device)
-    ends = torch.empty(num_experts, dtype=torch.int32, device=x.device)
-    places = torch.empty_like(ids)
-    place_kernel[(num_experts + 1,)](
-        ids, ends, order, places, num_pairs, 0, num_experts, 0, ROWS=1, **place_options(num_pairs),
-        EXPERTS=triton.next_power_of_2(num_experts), SORTED=True, **pdl(),
-    )  # fmt: skip
-    rows = x.index_select(0, order // ids.shape[1])
-    inner = silu_mul_triton(F.grouped_mm(rows, w13.transpose(1, 2), offs=ends))
-    return ExpertRows(F.grouped_mm(inner, w2.transpose(1, 2), offs=ends), places)
+def moe_experts_sorted(x: torch.Tensor, ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> ExpertRows:
+    """Return what `moe_experts` returns, over rows sorted by expert. Half precision, weights that TMA can load."""
+    if not len(x):
+        return ExpertRows(x, None)
+    pairs = sort_pairs(ids, w2.shape[0])
+    return ExpertRows(sorted_products(x, pairs, w13, w2), pairs.places.view(ids.shape))
 
 
 def moe_experts_triton(
@@ -196,7 +188,7 @@ def _run_experts(
     tile_pairs = torch.empty(max_tiles * rows, dtype=torch.int32, device=x.device)
     experts = triton.next_power_of_2(w2.shape[0])
     place_kernel[(last - first + 1,)](
-        ids, tile_expert, tile_pairs, ids, num_pairs, first, last, max_tiles, ROWS=rows, EXPERTS=experts, SORTED=False,
+        ids, tile_expert, tile_pairs, num_pairs, first, last, max_tiles, ROWS=rows, EXPERTS=experts,
         **place_options(num_pairs), **pdl(),
     )  # fmt: skip
     columns, step, by_tma, warps, stages = _TILES[rows]
@@ -219,7 +211,6 @@ def place_kernel(
     ids_ptr,
     tile_expert_ptr,
     tile_pairs_ptr,
-    places_ptr,
     num_pairs,
     first,
     last,
@@ -227,13 +218,11 @@ def place_kernel(
     ROWS: tl.constexpr,
     SCAN: tl.constexpr,
     EXPERTS: tl.constexpr,
-    SORTED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """An expert's tiles follow those of the experts before it and hold its pairs in order, `num_pairs` past the last.
 
     For the experts in [first, last). The program after the last one's marks the tiles that nobody uses with expert -1.
-    SORTED, with one row a tile: tile_expert holds where an expert's pairs end instead, and places where a pair is.
     """
     wait_for_inputs(PDL)
     expert = first + tl.program_id(0)
@@ -248,12 +237,10 @@ def place_kernel(
     first_tile = tl.sum(tl.where(each < expert, tiles, 0), axis=0)
     own_tiles = tl.sum(tl.where(each == expert, tiles, 0), axis=0)
     if expert == last:
-        for start in range(first_tile, 0 if SORTED else max_tiles, SCAN):
+        for start in range(first_tile, max_tiles, SCAN):
             tl.store(tile_expert_ptr + start + item, -1, mask=start + item < max_tiles)
     else:
-        if SORTED:
-            tl.store(tile_expert_ptr + expert, first_tile + own_tiles)
-        for start in range(0, 0 if SORTED else own_tiles, SCAN):
+        for start in range(0, own_tiles, SCAN):
             tl.store(tile_expert_ptr + first_tile + start + item, expert, mask=start + item < own_tiles)
         placed = first_tile * ROWS
         for start in range(0, num_pairs, SCAN):
@@ -261,8 +248,6 @@ def place_kernel(
             mine = (ids == expert).to(tl.int32)
             rank = tl.cumsum(mine, axis=0) - 1
             tl.store(tile_pairs_ptr + placed + rank, start + item, mask=mine > 0)
-            if SORTED:
-                tl.store(places_ptr + start + item, placed + rank, mask=mine > 0)
             placed += tl.sum(mine, axis=0)
         end = (first_tile + own_tiles) * ROWS
         filler = tl.arange(0, ROWS)
