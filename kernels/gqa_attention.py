@@ -24,6 +24,8 @@ from specgen.kernels.float8_linear import FLOAT8
 _TILE_ROWS = 32
 _STEP_KEYS = 64
 _SPLIT_KEYS = 256
+_STAGES = 5  # block numbers are loaded, then keys: two of each are on their way
+_STAGES_OVER_FLOAT8 = 2  # registers hold the widened keys, and a third stage spills
 _MANY_PROGRAMS = 264  # so many tiles fill the device (twice 132 processors) without a program a split
 _SCRATCH_BYTES = 256 << 20  # partial results held at once; a longer step loops over its splits
 _LOG2_E = 1.4426950408889634
@@ -223,9 +225,7 @@ def gqa_attention_triton(
         BY_SPLIT=by_split,
         KEY_START=key_start,
         num_warps=4,
-        # Two loads in a row, block numbers and then keys: five stages keep two steps on their way. Over FP8, registers
-        # hold the widened keys, and a third stage spills.
-        num_stages=2 if kv_cache.dtype == FLOAT8 else 5,
+        num_stages=_STAGES_OVER_FLOAT8 if kv_cache.dtype == FLOAT8 else _STAGES,
         **shared,
     )
     if by_split:

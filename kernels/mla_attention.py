@@ -36,6 +36,7 @@ _FEW_TILES = 8
 # Columns of the values a program takes, inner columns of a score's step and stages: for few tiles, and for more.
 _WIDE_FEW = (32, 128, 4)
 _WIDE_MORE = (128, 64, 4)
+_VALUES_STAGES = 5  # block numbers are loaded, then values: two of each are on their way
 _SCRATCH_BYTES = 256 << 20  # partial results held at once; a longer step runs in several launches
 _LOG2_E = 1.4426950408889634
 _NO_MAX = -1.0e30  # running maximum before the first key: finite, so that exp(max - max) is 1 and never NaN
@@ -194,7 +195,7 @@ def mla_attention_triton(
     paged = {"BLOCK_SIZE": kv_cache.shape[1], "STEP_KEYS": _STEP_KEYS, "KEY_START": key_start}
     sizes = (num_requests, num_heads, kv_lora_rank)
     rope_width, scale_log2 = width - kv_lora_rank, scale * _LOG2_E
-    blocks = None if is_wide or rank + rope != width else _hopper_blocks(q, kv_cache, rank)
+    blocks = None if is_wide else _hopper_blocks(q, kv_cache, rank)
     for first_tile in range(0, num_tiles, tiles_a_launch):
         tiles = min(tiles_a_launch, num_tiles - first_tile)
         if is_wide:
@@ -206,7 +207,7 @@ def mla_attention_triton(
             )  # fmt: skip
             mla_values_kernel[(tiles, head_groups, splits * (rank // column_slice))](
                 scores, kv_cache, *step, out, partial, first_tile, num_requests, steps, *sizes[1:], rope_width,
-                scale_log2, SLICE=column_slice, num_warps=4, num_stages=5, **paged, **cut,
+                scale_log2, SLICE=column_slice, num_warps=4, num_stages=_VALUES_STAGES, **paged, **cut,
             )  # fmt: skip
         elif blocks is not None:
             mla_hopper_kernel[(tiles, head_groups, splits)](
