@@ -60,7 +60,7 @@ def mla_hopper_kernel(
     KEY_START: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """As `mla_split_kernel`. latents, ropes: descriptors of the cache in blocks of STEP_KEYS rows, its columns apart."""
+    """As `mla_split_kernel`. latents, ropes: descriptors of the cache in blocks of STEP_KEYS rows, columns apart."""
     ROWS: gl.constexpr = HEADS * QUERIES
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, STEP_KEYS // 2, 16])

@@ -69,9 +69,9 @@ def sorted_products(x: torch.Tensor, pairs: SortedPairs, w13: torch.Tensor, w2: 
         (activated, w2, out, _DOWN),
     ):
         _product_kernel[(_num_programs(),)](
-            descriptor(source, [_ROWS, inner]), descriptor(weights.flatten(0, 1), [columns, inner]), target, pairs.tiles,
-            pairs.num_tiles, pairs.tiles.shape[1], target.shape[1], source.shape[1], GATED=weights is w13, ROWS=_ROWS,
-            COLUMNS=columns, INNER=inner, num_warps=4, num_stages=stages,
+            descriptor(source, [_ROWS, inner]), descriptor(weights.flatten(0, 1), [columns, inner]), target,
+            pairs.tiles, pairs.num_tiles, pairs.tiles.shape[1], target.shape[1], source.shape[1],
+            GATED=weights is w13, ROWS=_ROWS, COLUMNS=columns, INNER=inner, num_warps=4, num_stages=stages,
         )  # fmt: skip
     return out
 

@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from specgen.kernels._checks import check, check_same_device
 from specgen.kernels._triton import ask_for, pdl, tl, triton, wait_for_inputs
 
-FEW_ROWS = 16  # up to so many on CUDA: a product whose weights are asked for while the kernel before it runs
+# Up to so many rows and bytes of weights, on CUDA: a product that asks for its weights while the kernel before it runs.
+FEW_ROWS = 16
+_FEW_BYTES = 20 << 20
 
 ROW_MULTIPLE = 16
 MAX_ROWS = 256  # more rows go in several calls, so that the self-test sees every row count that is ever used
@@ -100,7 +102,8 @@ def batched_linear_triton(x: torch.Tensor, weight: torch.Tensor, out: torch.Tens
 
 
 def _takes_few_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    return len(x) <= FEW_ROWS and x.dtype != torch.float32 and _few_rows_agree(weight.shape, x.dtype, x.device)
+    is_small = len(x) <= FEW_ROWS and weight.nbytes <= _FEW_BYTES and x.dtype != torch.float32
+    return is_small and _few_rows_agree(weight.shape, x.dtype, x.device)
 
 
 @functools.cache

@@ -17,7 +17,7 @@ import torch
 
 from specgen.kernels._checks import check, check_same_device
 from specgen.kernels._sorted_experts import sort_pairs, sorted_products
-from specgen.kernels._triton import can_use_tma, descriptor, pdl, tl, triton, wait_for_inputs
+from specgen.kernels._triton import ask_for, can_use_tma, descriptor, pdl, tl, triton, wait_for_inputs
 from specgen.kernels.float8_linear import FLOAT8, Float8Weight, dequantize_rows, narrow
 from specgen.kernels.linear import ROW_MULTIPLE, linear_torch
 from specgen.kernels.silu_mul import silu_mul_torch
@@ -146,8 +146,11 @@ def moe_experts_triton(
     out = torch.empty(num_tokens * top_k, hidden, dtype=x.dtype, device=x.device)
     x = narrow(x) if scales is not None else x
     activated = torch.empty(num_tokens * top_k, inner, dtype=x.dtype, device=x.device)
+    if 0 < num_tokens <= min(_TILES):
+        _run_few_tokens(x, ids, w13, w2, activated, out, num_shared, scales)
+        return ExpertRows(out, None)
     height = _tile_height(num_tokens * (top_k - num_shared), num_experts - num_shared)
-    own_tiles = num_shared > 0 and num_tokens > min(_TILES) and height < _SHARING
+    own_tiles = num_shared > 0 and height < _SHARING
     num_routed = num_experts - num_shared if own_tiles else num_experts
     groups = [(0, num_routed, num_tokens * (top_k - num_shared if own_tiles else top_k))]
     if own_tiles:
@@ -165,6 +168,39 @@ def place_options(num_pairs: int) -> dict[str, int]:
 def _tile_height(num_pairs: int, num_experts: int) -> int:
     """A height near the mean of an expert's pairs, so that weights are read few times."""
     return next((height for height in _TILES if height * num_experts >= num_pairs), max(_TILES))
+
+
+def _run_few_tokens(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    activated: torch.Tensor,
+    out: torch.Tensor,
+    num_shared: int,
+    scales: ExpertScales | None,
+) -> None:
+    """Fill all rows of `activated` and `out`: a tile holds all tokens, and an expert in use has one, shared ones first.
+
+    So nothing has to be placed, and the shared experts' weights are asked for while the router still runs.
+    """
+    (num_tokens, top_k), (num_experts, hidden, inner) = ids.shape, w2.shape
+    num_routed = num_experts - num_shared
+    num_tiles = num_shared + min(num_routed, num_tokens * (top_k - num_shared))
+    rows = min(_TILES)
+    columns, step, _, warps, stages = _TILES[rows]
+    scale13, scale2 = scales or (None, None)
+    for source, weights, scale, target, num_columns, width, pairs_a_row in (
+        (x, w13, scale13, activated, inner, hidden, top_k),
+        (activated, w2, scale2, out, hidden, inner, 1),
+    ):
+        _grouped_kernel[(triton.cdiv(num_columns, columns), num_tiles)](
+            source, weights, scale, target, ids, ids, ids.numel(), num_columns, width, pairs_a_row, num_routed,
+            num_shared, GATED=weights is w13, BY_TMA=False, SCALED=scale is not None, ROWS=rows, COLUMNS=columns, INNER=step,
+            TOP_K=top_k, CHOICES=triton.next_power_of_2(top_k), EXPERTS=triton.next_power_of_2(num_routed),
+            LINES=triton.next_power_of_2(triton.cdiv(width * weights.itemsize, 128)), num_warps=warps,
+            num_stages=stages, **pdl(),
+        )  # fmt: skip
 
 
 def _run_experts(
@@ -201,8 +237,8 @@ def _run_experts(
         tma = by_tma and scales is None and can_use_tma(weights)
         _grouped_kernel[(triton.cdiv(num_columns, columns), max_tiles)](
             source, descriptor(weights.flatten(0, 1), [columns, step]) if tma else weights, scale, target, tile_expert,
-            tile_pairs, num_pairs, num_columns, width, pairs_a_row, GATED=weights is w13, BY_TMA=tma,
-            SCALED=scale is not None, **grid,
+            tile_pairs, num_pairs, num_columns, width, pairs_a_row, 0, 0, GATED=weights is w13, BY_TMA=tma,
+            SCALED=scale is not None, TOP_K=0, CHOICES=0, EXPERTS=0, LINES=0, **grid,
         )  # fmt: skip
 
 
@@ -254,6 +290,38 @@ def place_kernel(
         tl.store(tile_pairs_ptr + placed + filler, num_pairs, mask=placed + filler < end)
 
 
+@triton.jit
+def _ask_for_shared(weights, tile, column, num_routed, num_shared, num_columns, width, LINES: tl.constexpr):
+    """Ask the second-level cache for a tile's rows of a shared expert's gate and up weights."""
+    if tile < num_shared:
+        in_line: tl.constexpr = 128 // (weights.dtype.element_ty.primitive_bitwidth // 8)
+        line = tl.minimum(tl.arange(0, LINES) * in_line, width - 1)[None, :]
+        gate_row = (num_routed + tile).to(tl.int64) * (2 * num_columns) + tl.minimum(column, num_columns - 1)
+        ask_for(weights + gate_row[:, None] * width + line)
+        ask_for(weights + (gate_row + num_columns)[:, None] * width + line)
+
+
+@triton.jit
+def _find_few(
+    tile, ids_ptr, num_pairs, num_routed, num_shared, ROWS: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """Return (expert, or -1, and each token's pair with it, or num_pairs): shared experts first, then those in use."""
+    token = tl.arange(0, ROWS)
+    choice = tl.arange(0, CHOICES)
+    pair = token[:, None] * TOP_K + choice[None, :]
+    ids = tl.load(ids_ptr + pair, mask=(choice < TOP_K)[None, :] & (pair < num_pairs), other=-1)
+    expert = num_routed + tile
+    if tile >= num_shared:
+        each = tl.arange(0, EXPERTS)
+        flat = tl.reshape(ids, [ROWS * CHOICES])
+        in_use = tl.max((flat[:, None] == each[None, :]).to(tl.int32), axis=0) * (each < num_routed).to(tl.int32)
+        here = (in_use > 0) & (tl.cumsum(in_use, axis=0) - 1 == tile - num_shared)
+        expert = tl.max(tl.where(here, each, -1), axis=0)
+    chosen = (ids == expert) & (expert >= 0)
+    return expert, tl.min(tl.where(chosen, pair, num_pairs), axis=1)
+
+
 @triton.jit(do_not_specialize=["num_pairs"])
 def _grouped_kernel(
     x_ptr,
@@ -266,29 +334,46 @@ def _grouped_kernel(
     num_columns,
     width,
     pairs_a_row,
+    num_routed,
+    num_shared,
     GATED: tl.constexpr,
     BY_TMA: tl.constexpr,
     SCALED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
+    TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    LINES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out[pair] = weight[expert] @ x[pair // pairs_a_row]; gated: silu of the first half's rows times the second's.
 
     weights: a pointer, or with BY_TMA the descriptor of all experts' rows in blocks [COLUMNS, INNER]. SCALED: they
-    are FP8, and scale_ptr has a factor for each row.
+    are FP8, and scale_ptr has a factor for each row. TOP_K > 0: tiles are not placed, and both pointers to them are to
+    the choices of at most ROWS tokens.
     """
-    if GATED:
-        wait_for_inputs(PDL)
     tile = tl.program_id(1)
-    expert = tl.load(tile_expert_ptr + tile).to(tl.int64)
+    column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+    if GATED:
+        if (TOP_K > 0) & PDL:
+            _ask_for_shared(weights, tile, column, num_routed, num_shared, num_columns, width, LINES)
+        wait_for_inputs(PDL)
+    if TOP_K > 0:
+        expert, pair = _find_few(
+            tile, tile_expert_ptr, num_pairs, num_routed, num_shared, ROWS, TOP_K, CHOICES, EXPERTS
+        )  # fmt: skip
+        expert = expert.to(tl.int64)
+        pair = pair.to(tl.int64)
+    else:
+        expert = tl.load(tile_expert_ptr + tile).to(tl.int64)
     if not GATED:
-        wait_for_inputs(PDL)  # the tiles are older than the gated product
+        wait_for_inputs(PDL)  # tiles and choices are older than the gated product
     if expert >= 0:
-        pair = tl.load(tile_pairs_ptr + tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        if TOP_K == 0:
+            pair = tl.load(tile_pairs_ptr + tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         real = pair < num_pairs
-        column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
         in_columns = column < num_columns
         k = tl.arange(0, INNER)
         x_rows = x_ptr + (pair // pairs_a_row)[:, None] * width
