@@ -7,7 +7,8 @@ of `_mla_whole` to do. A step is one block of the cache.
 
 # mypy: ignore-errors
 
-from specgen.kernels._mla_common import NO_MAX, SUM_COLUMNS, find_tile
+from specgen.kernels._mla_common import NO_MAX, SUM_COLUMNS
+from specgen.kernels._tiles import tile_of_request
 from specgen.kernels._triton import gl, gluon, hopper, wait_for_inputs
 
 
@@ -56,7 +57,7 @@ def mla_hopper_kernel(
     STEP_KEYS: gl.constexpr,
     SPLIT_KEYS: gl.constexpr,
     SPLITS: gl.constexpr,
-    SEARCH: gl.constexpr,
+    REQUESTS: gl.constexpr,
     KEY_START: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -73,10 +74,16 @@ def mla_hopper_kernel(
     acc_row: gl.constexpr = gl.SliceLayout(1, acc_layout)
     sum_row: gl.constexpr = gl.SliceLayout(1, sum_layout)
 
+    tile = first_tile + gl.program_id(0)
     split = gl.program_id(2)
-    slot, q_row, count, position = find_tile(
-        first_tile + gl.program_id(0), idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES, SEARCH
+    each = gl.arange(0, REQUESTS, gl.BlockedLayout([1], [32], [8], [0]))
+    starts = gl.load(query_start_loc_ptr + each, mask=each < num_requests, other=0) // QUERIES + each
+    request = gl.sum(((starts <= tile) & (each < num_requests)).to(gl.int32), axis=0) - 1
+    slot, q_row, count, position = tile_of_request(
+        tile, request, idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, QUERIES
     )
+    position = gl.where(slot >= 0, position, -QUERIES)  # a padded request's rows see no key
+    slot = gl.maximum(slot, 0)
     wait_for_inputs(PDL)  # the layout of the step is older than the kernel before this one
     low = split * SPLIT_KEYS
     end = gl.maximum(gl.minimum(low + SPLIT_KEYS, position + count), low)

@@ -190,7 +190,7 @@ def mla_attention_triton(
     partial = torch.empty(partial_bytes // 4 * tiles_a_launch, dtype=torch.float32, device=q.device)
     scores = torch.empty(scores_bytes // 4 * tiles_a_launch, dtype=torch.float32, device=q.device)
     step = (block_tables, block_tables.stride(0), idx_mapping, query_start_loc, seq_lens)
-    shared = {"HEADS": heads, "QUERIES": queries, "SEARCH": num_requests.bit_length(), **pdl()}
+    shared = {"HEADS": heads, "QUERIES": queries, "REQUESTS": max(16, triton.next_power_of_2(num_requests)), **pdl()}
     cut = {"RANK": rank, "SPLIT_KEYS": _SPLIT_KEYS, "SPLITS": splits, **shared}
     paged = {"BLOCK_SIZE": kv_cache.shape[1], "STEP_KEYS": _STEP_KEYS, "KEY_START": key_start}
     sizes = (num_requests, num_heads, kv_lora_rank)
