@@ -20,6 +20,8 @@ from specgen.kernels._triton import ask_for, pdl, tl, triton, wait_for_inputs
 # Up to so many rows and bytes of weights, on CUDA: a product that asks for its weights while the kernel before it runs.
 FEW_ROWS = 16
 _FEW_BYTES = 20 << 20
+# A tile of the own product: columns, inner columns a step in half precision, warps, stages.
+_TILE = (16, 256, 4, 4)
 
 ROW_MULTIPLE = 16
 MAX_ROWS = 256  # more rows go in several calls, so that the self-test sees every row count that is ever used
@@ -92,11 +94,12 @@ def batched_linear_triton(x: torch.Tensor, weight: torch.Tensor, out: torch.Tens
     """Return `out [T, H, N]`, filled with x[:, h] @ weight[h].T as `linear_triton` does it."""
     (num_rows, num_heads, inner), num_columns = x.shape, weight.shape[1]
     if num_rows:
-        is_half = x.dtype.itemsize == 2
-        _linear_kernel[(triton.cdiv(num_rows, 16), triton.cdiv(num_columns, 16), num_heads)](
+        columns, step, warps, stages = _TILE
+        step = min(step if x.itemsize == 2 else step // 2, max(16, triton.next_power_of_2(inner)))
+        _linear_kernel[(triton.cdiv(num_rows, 16), triton.cdiv(num_columns, columns), num_heads)](
             x, weight, out, num_rows, num_columns, *x.stride()[:2], *out.stride()[:2], inner, BLOCK_ROWS=16,
-            BLOCK_COLUMNS=16, BLOCK_INNER=min(256 if is_half else 128, max(16, triton.next_power_of_2(inner))),
-            LINES=triton.next_power_of_2(triton.cdiv(inner * x.itemsize, 128)), num_warps=4, num_stages=4, **pdl(),
+            BLOCK_COLUMNS=columns, BLOCK_INNER=step, LINES=triton.next_power_of_2(triton.cdiv(inner * x.itemsize, 128)),
+            num_warps=warps, num_stages=stages, **pdl(),
         )  # fmt: skip
     return out
 
