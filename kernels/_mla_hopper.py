@@ -67,6 +67,7 @@ def mla_hopper_kernel(
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, STEP_KEYS // 2, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, RANK // 2, 16])
     sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 8, 16])
+    rope_layout: gl.constexpr = gl.DotOperandLayout(0, scores_layout, 2)
     copy_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     shared_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     ones_layout: gl.constexpr = gl.NVMMASharedLayout(32, 16)
@@ -109,13 +110,17 @@ def mla_hopper_kernel(
         real = ((head < num_heads) & (query < count))[:, None]
         q_rows = q_ptr + ((q_row + query) * num_heads + head)[:, None] * (RANK + ROPE)
         column = gl.arange(0, RANK, gl.SliceLayout(0, copy_layout))[None, :]
-        rope_column = gl.arange(0, ROPE, gl.SliceLayout(0, copy_layout))[None, :]
         q_latent = gl.allocate_shared_memory(
             DTYPE, [ROWS, RANK], shared_layout, gl.load(q_rows + column, mask=real, other=0.0)
         )
-        q_rope = gl.allocate_shared_memory(
-            DTYPE, [ROWS, ROPE], shared_layout, gl.load(q_rows + RANK + rope_column, mask=real, other=0.0)
-        )
+        # In registers: shared memory would be full to the last few hundred bytes.
+        row = gl.arange(0, ROWS, gl.SliceLayout(1, rope_layout))
+        head = gl.program_id(1) * HEADS + row % HEADS
+        query = row // HEADS
+        real = ((head < num_heads) & (query < count))[:, None]
+        q_rows = q_ptr + ((q_row + query) * num_heads + head)[:, None] * (RANK + ROPE)
+        rope_column = gl.arange(0, ROPE, gl.SliceLayout(0, rope_layout))[None, :]
+        q_rope = gl.load(q_rows + RANK + rope_column, mask=real, other=0.0)
         weights_buffer = gl.allocate_shared_memory(DTYPE, [ROWS, STEP_KEYS], shared_layout)
         ones = gl.allocate_shared_memory(
             DTYPE, [STEP_KEYS, SUM_COLUMNS], ones_layout, gl.full([STEP_KEYS, SUM_COLUMNS], 1.0, DTYPE, copy_layout)

@@ -37,6 +37,11 @@ def _num_programs() -> int:
     return torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 3
 
 
+def _allocate(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    """Return memory for the descriptors that programs make."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
 def sort_pairs(ids: torch.Tensor, num_experts: int) -> SortedPairs:
     """Return the pairs of `ids [T, k] int32` in [0, num_experts), sorted by expert."""
     num_pairs, device = ids.numel(), ids.device
@@ -64,13 +69,14 @@ def sorted_products(x: torch.Tensor, pairs: SortedPairs, w13: torch.Tensor, w2: 
     rows = x.index_select(0, pairs.tokens)
     activated = torch.empty(len(rows), w2.shape[2], dtype=x.dtype, device=x.device)
     out = torch.empty_like(rows)
+    triton.set_allocator(_allocate)
     for source, weights, target, (columns, inner, stages) in (
         (rows, w13, activated, _GATED),
         (activated, w2, out, _DOWN),
     ):
         _product_kernel[(_num_programs(),)](
-            descriptor(source, [_ROWS, inner]), descriptor(weights.flatten(0, 1), [columns, inner]), target,
-            pairs.tiles, pairs.num_tiles, pairs.tiles.shape[1], target.shape[1], source.shape[1],
+            source, descriptor(weights.flatten(0, 1), [columns, inner]), target, pairs.tiles, pairs.num_tiles,
+            pairs.tiles.shape[1], len(source), target.shape[1], source.shape[1],
             GATED=weights is w13, ROWS=_ROWS, COLUMNS=columns, INNER=inner, num_warps=4, num_stages=stages,
         )  # fmt: skip
     return out
@@ -140,14 +146,15 @@ def _sort_kernel(
             tl.store(num_tiles_ptr, first_tile + own_tiles)
 
 
-@triton.jit(do_not_specialize=["max_tiles"])
+@triton.jit(do_not_specialize=["max_tiles", "num_rows"])
 def _product_kernel(
-    rows,
+    rows_ptr,
     weights,
     out_ptr,
     tiles_ptr,
     num_tiles_ptr,
     max_tiles,
+    num_rows,
     num_columns,
     width,
     GATED: tl.constexpr,
@@ -157,9 +164,12 @@ def _product_kernel(
 ):
     """out[row] = weight[expert] @ rows[row]; gated: silu of the first half's rows times the second's.
 
-    rows and weights: descriptors, in blocks [ROWS, INNER] and [COLUMNS, INNER]. A block may reach beyond its expert's
-    rows or columns: what is there is multiplied and not stored.
+    weights: a descriptor, in blocks [COLUMNS, INNER]. A block may reach beyond its expert's rows or columns: what is
+    there is multiplied and not stored.
     """
+    # Made here: the compiler gives each of two groups of warps half of a tile's rows, and it can halve the blocks only
+    # of a descriptor that doesn't come from the host.
+    rows = tl.make_tensor_descriptor(rows_ptr, [num_rows, width], [width, 1], [ROWS, INNER])
     columns = (num_columns + COLUMNS - 1) // COLUMNS
     num_items = tl.load(num_tiles_ptr) * columns
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), warp_specialize=True):

@@ -106,7 +106,8 @@ def batched_linear_triton(x: torch.Tensor, weight: torch.Tensor, out: torch.Tens
 
 def _takes_few_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
     is_small = len(x) <= FEW_ROWS and weight.nbytes <= _FEW_BYTES and x.dtype != torch.float32
-    return is_small and _few_rows_agree(weight.shape, x.dtype, x.device)
+    fits = is_small and x.stride(-1) == 1 and weight.is_contiguous()
+    return fits and _few_rows_agree(weight.shape, x.dtype, x.device)
 
 
 @functools.cache
@@ -159,7 +160,7 @@ def batched_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | No
         out = x.new_empty(x.shape[0], weight.shape[0], weight.shape[1])
     check("out", out, x.dtype, x.shape[0], weight.shape[0], weight.shape[1])
     check_same_device(x=x, weight=weight, out=out)
-    if x.is_cuda and x.stride(2) == out.stride(2) == 1 and weight.is_contiguous() and _takes_few_rows(x, weight):
+    if x.is_cuda and out.stride(2) == 1 and _takes_few_rows(x, weight):
         return batched_linear_triton(x, weight, out)
     if x.is_cuda:
         torch.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))

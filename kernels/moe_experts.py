@@ -197,7 +197,8 @@ def _run_few_tokens(
         _grouped_kernel[(triton.cdiv(num_columns, columns), num_tiles)](
             source, weights, scale, target, ids, ids, ids.numel(), num_columns, width, pairs_a_row, num_routed,
             num_shared, GATED=weights is w13, BY_TMA=False, SCALED=scale is not None, ROWS=rows, COLUMNS=columns,
-            INNER=step, TOP_K=top_k, CHOICES=triton.next_power_of_2(top_k), EXPERTS=triton.next_power_of_2(num_routed),
+            INNER=step, TOP_K=top_k, CHOICES=triton.next_power_of_2(top_k),
+            EXPERTS=triton.next_power_of_2(max(1, num_routed)),
             LINES=triton.next_power_of_2(triton.cdiv(width * weights.itemsize, 128)), num_warps=warps,
             num_stages=stages, **pdl(),
         )  # fmt: skip
