@@ -104,22 +104,40 @@ def batched_linear_triton(x: torch.Tensor, weight: torch.Tensor, out: torch.Tens
     return out
 
 
-def _takes_few_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def _takes_few_rows(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> bool:
     is_small = len(x) <= FEW_ROWS and weight.nbytes <= _FEW_BYTES and x.dtype != torch.float32
-    fits = is_small and x.stride(-1) == 1 and weight.is_contiguous()
-    return fits and _few_rows_agree(weight.shape, x.dtype, x.device)
+    fits = is_small and x.stride(-1) == 1 and weight.is_contiguous() and (out is None or out.stride(-1) == 1)
+    return fits and _few_rows_agree(
+        tuple(weight.shape), x.stride(), None if out is None else out.stride(), x.dtype, x.device
+    )
 
 
 @functools.cache
-def _few_rows_agree(weight_shape: torch.Size, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the few rows' product gives cuBLAS' bits in this shape, which all larger numbers of rows get."""
+def _few_rows_agree(
+    weight_shape: tuple[int, ...],
+    x_strides: tuple[int, ...],
+    out_strides: tuple[int, ...] | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> bool:
+    """Whether the few rows' product gives cuBLAS' bits in this shape, which all larger numbers of rows get.
+
+    Strides too, since the library may choose its algorithm by them. `out_strides`: of heads' products, else None.
+    """
     generator = torch.Generator(device).manual_seed(0)
+
+    def laid_out(*shape: int, strides: tuple[int, ...]) -> torch.Tensor:
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device).normal_(generator=generator)
+
     weight = torch.randn(weight_shape, generator=generator, device=device, dtype=dtype)
-    x = torch.randn(FEW_ROWS, *weight_shape[:-2], weight_shape[-1], generator=generator, device=device, dtype=dtype)
-    if x.dim() == 2:
-        return torch.equal(linear_triton(x, weight, dtype), F.linear(x, weight))
-    wanted = _per_head(x, weight)
-    return torch.equal(batched_linear_triton(x, weight, torch.empty_like(wanted)), wanted)
+    *heads, num_columns, inner = weight_shape
+    x = laid_out(FEW_ROWS + 1, *heads, inner, strides=x_strides)
+    if out_strides is None:
+        return torch.equal(linear_triton(x[:FEW_ROWS], weight, dtype), F.linear(x, weight)[:FEW_ROWS])
+    wanted, got = (laid_out(FEW_ROWS + 1, *heads, num_columns, strides=out_strides) for _ in range(2))
+    torch.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=wanted.transpose(0, 1))
+    batched_linear_triton(x[:FEW_ROWS], weight, got[:FEW_ROWS])
+    return torch.equal(got[:FEW_ROWS], wanted[:FEW_ROWS])
 
 
 def linear_float32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -160,7 +178,7 @@ def batched_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | No
         out = x.new_empty(x.shape[0], weight.shape[0], weight.shape[1])
     check("out", out, x.dtype, x.shape[0], weight.shape[0], weight.shape[1])
     check_same_device(x=x, weight=weight, out=out)
-    if x.is_cuda and out.stride(2) == 1 and _takes_few_rows(x, weight):
+    if x.is_cuda and _takes_few_rows(x, weight, out):
         return batched_linear_triton(x, weight, out)
     if x.is_cuda:
         torch.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
