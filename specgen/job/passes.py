@@ -5,7 +5,7 @@ Knows what a benchmark asks of an engine. Does not know what is compared; prints
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -18,7 +18,7 @@ from specgen.stats import SpecStats
 from specgen.worker.startup import StartUp
 from specgen.worker.timing import DecodeTimes
 
-# Seconds between two outputs after which a benchmark gives up.
+# Seconds between two outputs after which whoever waits for them gives up.
 _SILENCE_SECONDS = 300.0
 _fresh_ids = itertools.count(1 << 32)
 
@@ -49,22 +49,36 @@ def without_prompts(requests: Sequence[EngineRequest]) -> list[EngineRequest]:
     return [replace(request, num_given_tokens=len(request.prompt_token_ids) - 1) for request in requests]
 
 
-def drain(engine: Engine, requests: Sequence[EngineRequest]) -> tuple[dict[int, list[int]], SpecStats]:
-    """Run all requests to their end; return their ids by request and the summed counts. Raises: EngineError."""
-    token_ids: dict[int, list[int]] = {request.request_id: [] for request in requests}
-    spec = SpecStats()
+def outputs_of(engine: Engine, requests: Sequence[EngineRequest]) -> Iterator[list[EngineOutput]]:
+    """Hand over all requests, and give what each wait for outputs brings, [] for nothing; it does not end by itself.
+
+    The iterator raises EngineError if the engine does, or gives nothing for too long.
+    """
     for request in requests:
         engine.add_request(request)
-    num_left = len(requests)
+    return _watched_outputs(engine)
+
+
+def _watched_outputs(engine: Engine) -> Iterator[list[EngineOutput]]:
     last_output = time.perf_counter()
-    while num_left:
-        outputs: list[EngineOutput] = engine.get_outputs(timeout=1.0)
+    while True:
+        outputs = engine.get_outputs(timeout=1.0)
         now = time.perf_counter()
         if outputs:
             last_output = now
         elif now - last_output > _SILENCE_SECONDS:
             raise EngineError(f"the engine gave nothing for {_SILENCE_SECONDS:.0f} seconds")
-        for output in outputs:
+        yield outputs
+
+
+def drain(engine: Engine, requests: Sequence[EngineRequest]) -> tuple[dict[int, list[int]], SpecStats]:
+    """Run all requests to their end; return their ids by request and the summed counts. Raises: EngineError."""
+    token_ids: dict[int, list[int]] = {request.request_id: [] for request in requests}
+    spec = SpecStats()
+    waits = outputs_of(engine, requests)
+    num_left = len(requests)
+    while num_left:
+        for output in next(waits):
             token_ids[output.request_id].extend(output.new_token_ids)
             if output.finish_reason is None:
                 continue
@@ -100,21 +114,15 @@ def traced(engine: BenchEngine, requests: Sequence[EngineRequest], path: Path, n
     engine.trace_steps(path, num_rows, num_steps)
     # a step in flight may still give tokens to those that are aborted: their ids are not met again
     requests = [replace(request, request_id=next(_fresh_ids)) for request in requests]
-    for request in requests:
-        engine.add_request(request)
+    waits = outputs_of(engine, requests)
     left = {request.request_id for request in requests}
     is_aborted, num_idle = False, 0
-    last_output = time.perf_counter()
     while left and num_idle < 2:
         if not is_aborted and path.is_file():
             # the rest says nothing new, and every number of rows on the way to none would be captured as a graph
             engine.abort(list(left))
             is_aborted = True
-        outputs = engine.get_outputs(timeout=1.0)
-        if outputs:
-            last_output = time.perf_counter()
-        elif time.perf_counter() - last_output > _SILENCE_SECONDS:
-            raise EngineError(f"the engine gave nothing for {_SILENCE_SECONDS:.0f} seconds")
+        outputs = next(waits)
         for output in outputs:
             if output.finish_reason is not None:
                 left.discard(output.request_id)

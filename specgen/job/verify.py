@@ -5,7 +5,6 @@ transformers in `verify_peer.py`), and to have it judged (`verdict.py`). Prints 
 """
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import asdict, dataclass, replace
@@ -15,8 +14,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from specgen.engine.request import EngineOutput, EngineRequest
-from specgen.errors import EngineError, InputError, RowError
+from specgen.errors import InputError, RowError
 from specgen.job.job import Engine
+from specgen.job.passes import outputs_of
 from specgen.job.plan import RowPlanner
 from specgen.job.prompts import PromptBuilder, chat_template_of
 from specgen.job.verdict import NOISE_FACTOR, ROUNDING_FACTOR, TOLERANCES, Difference, RunAt, SideAt, ended, judge
@@ -36,9 +36,6 @@ from specgen.worker.worker import (
     resolve_kv_dtype,
     resolve_max_num_batched_tokens,
 )
-
-# Seconds between two outputs after which verification gives up.
-_SILENCE_SECONDS = 300.0
 
 
 class VerifyRow(NamedTuple):
@@ -361,17 +358,9 @@ def run_rows(
     by_id = {row.request.request_id: row for row in rows}
     token_ids: dict[int, list[int]] = {request_id: [] for request_id in by_id}
     answers: dict[int, Answer] = {}
-    for row in rows:
-        engine.add_request(row.request)
-    last_output = time.perf_counter()
+    waits = outputs_of(engine, [row.request for row in rows])
     while len(answers) < len(rows):
-        outputs = engine.get_outputs(timeout=1.0)
-        now = time.perf_counter()
-        if outputs:
-            last_output = now
-        elif now - last_output > _SILENCE_SECONDS:
-            raise EngineError(f"the engine gave nothing for {_SILENCE_SECONDS:.0f} seconds")
-        for output in outputs:
+        for output in next(waits):
             row_ids = token_ids[output.request_id]
             row_ids.extend(output.new_token_ids)
             if output.finish_reason is None:
