@@ -58,6 +58,7 @@ def shape_workload(shape: Shape) -> Workload:
     """Return rows of random token ids, each answered to its full length."""
 
     def requests(recipe: Recipe, engine: BenchEngine) -> list[EngineRequest]:
+        """Return the same requests in each pass, with ids that the engine's model has."""
         ids = random.Random(str(shape))
         run_seed = recipe.sampling.seed or 0
         params = replace(recipe.sampling, max_tokens=shape.output_tokens, ignore_eos=True, stop_token_ids=(), stop=())
@@ -78,6 +79,7 @@ def rows_workload(first: FirstRows, tokenizer: Tokenizer, template: ChatTemplate
     """Return the rows of a file, as a run would prompt them; `template` is for chats."""
 
     def requests(recipe: Recipe, engine: BenchEngine) -> list[EngineRequest]:
+        """Return the rows' requests. Raises: InputError for a row that cannot be run."""
         builder = PromptBuilder(
             recipe,
             tokenizer,

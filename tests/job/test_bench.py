@@ -11,14 +11,17 @@ import pytest
 from specgen.cli.render_bench import show_bench
 from specgen.engine.request import EngineRequest
 from specgen.errors import EngineError, InputError, RecipeError
+from specgen.job import passes
 from specgen.job.bench import BenchPlan, Candidate, run_bench
 from specgen.job.bench_figures import Machine, Round, Shape
 from specgen.job.bench_result import BenchResult, Case, Side
 from specgen.job.floor import Ceilings, Cost, Op
+from specgen.job.passes import drain, traced
 from specgen.job.templates import ChatTemplate
 from specgen.job.trace import Traced
 from specgen.job.workloads import Workload, parse_shapes, read_bench_rows, rows_workload, shape_workload
 from specgen.recipe import Recipe
+from specgen.sampling_params import SamplingParams
 from specgen.stats import SpecStats
 from specgen.worker.timing import DecodeTimes
 
@@ -415,3 +418,26 @@ def test_the_rows_of_a_batch_file_are_its_requests(workplace: Any, fake_engine: 
     (request,) = rows_workload(first, workplace.tokenizer, template).requests(recipe, fake_engine())
     assert request.params.max_tokens == 3
     assert request.prompt_token_ids == workplace.tokenizer.encode("story", with_prefix=False)
+
+
+@pytest.mark.parametrize("run", [drain, lambda engine, requests: traced(engine, requests, Path("missing"), 1, 1)])
+def test_an_engine_that_says_nothing_is_given_up(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "_SILENCE_SECONDS", 0.0)
+    taken = []
+
+    class Silent:
+        num_running = 1
+
+        def add_request(self, request: EngineRequest) -> None:
+            taken.append(request)
+
+        def get_outputs(self, timeout: float) -> list[Any]:
+            return []
+
+        def trace_steps(self, *_: Any) -> None:
+            pass
+
+    requests = [EngineRequest(i, [1], SamplingParams(), i) for i in range(2)]
+    with pytest.raises(EngineError, match="gave nothing for 0 seconds"):
+        run(Silent(), requests)
+    assert [request.seed for request in taken] == [0, 1]
