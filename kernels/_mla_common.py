@@ -15,11 +15,17 @@ SUM_COLUMNS = tl.constexpr(16)  # the narrowest product
 
 @triton.jit
 def find_tile(
-    tile, idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES: tl.constexpr, SEARCH: tl.constexpr
+    tile,
+    idx_mapping_ptr,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    num_requests,
+    QUERIES: tl.constexpr,
+    REQUESTS: tl.constexpr,
 ):
     """As `_tiles.find_tile`; a padded request's slot is 0 and its position below any key, so that its rows see none."""
     slot, q_row, count, position = find_any_tile(
-        tile, idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES, SEARCH
+        tile, idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES, REQUESTS
     )
     return tl.maximum(slot, 0), q_row, count, tl.where(slot >= 0, position, -QUERIES)
 
@@ -129,7 +135,7 @@ def mla_join_kernel(
     RANK: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
     SPLITS: tl.constexpr,
-    SEARCH: tl.constexpr,
+    REQUESTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Join one row's partial results, first split first."""
@@ -138,7 +144,13 @@ def mla_join_kernel(
     head = tl.program_id(1) * HEADS + row % HEADS
     query = row // HEADS
     _, q_row, count, position = find_tile(
-        first_tile + tl.program_id(0), idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES, SEARCH
+        first_tile + tl.program_id(0),
+        idx_mapping_ptr,
+        query_start_loc_ptr,
+        seq_lens_ptr,
+        num_requests,
+        QUERIES,
+        REQUESTS,
     )
     if (query < count) & (head < num_heads):
         column = tl.arange(0, RANK)

@@ -83,14 +83,20 @@ def mla_split_kernel(
     STEP_KEYS: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
     SPLITS: tl.constexpr,
-    SEARCH: tl.constexpr,
+    REQUESTS: tl.constexpr,
     KEY_START: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The whole form: one tile's rows against one split's keys."""
     split = tl.program_id(2)
     slot, q_row, count, position = find_tile(
-        first_tile + tl.program_id(0), idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES, SEARCH
+        first_tile + tl.program_id(0),
+        idx_mapping_ptr,
+        query_start_loc_ptr,
+        seq_lens_ptr,
+        num_requests,
+        QUERIES,
+        REQUESTS,
     )
     wait_for_inputs(PDL)  # the layout of the step is older than the kernel before this one
     low = split * SPLIT_KEYS

@@ -40,13 +40,19 @@ def mla_scores_kernel(
     CHUNK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     STEP_KEYS: tl.constexpr,
-    SEARCH: tl.constexpr,
+    REQUESTS: tl.constexpr,
     KEY_START: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The wide form's first half: one tile's scores of one step's keys, -inf where a row does not see the key."""
     slot, q_row, count, position = find_tile(
-        first_tile + tl.program_id(0), idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES, SEARCH
+        first_tile + tl.program_id(0),
+        idx_mapping_ptr,
+        query_start_loc_ptr,
+        seq_lens_ptr,
+        num_requests,
+        QUERIES,
+        REQUESTS,
     )
     wait_for_inputs(PDL)  # the layout of the step is older than the kernel before this one
     start = tl.program_id(2) * STEP_KEYS
@@ -141,7 +147,7 @@ def mla_values_kernel(
     STEP_KEYS: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
     SPLITS: tl.constexpr,
-    SEARCH: tl.constexpr,
+    REQUESTS: tl.constexpr,
     KEY_START: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -150,7 +156,13 @@ def mla_values_kernel(
     split = tl.program_id(2) // SLICES
     part = tl.program_id(2) % SLICES
     slot, q_row, count, position = find_tile(
-        first_tile + tl.program_id(0), idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES, SEARCH
+        first_tile + tl.program_id(0),
+        idx_mapping_ptr,
+        query_start_loc_ptr,
+        seq_lens_ptr,
+        num_requests,
+        QUERIES,
+        REQUESTS,
     )
     wait_for_inputs(PDL)  # the layout of the step is older than the kernel before this one
     low = split * SPLIT_KEYS

@@ -10,19 +10,27 @@ from specgen.kernels._triton import tl, triton
 
 @triton.jit
 def find_tile(
-    tile, idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES: tl.constexpr, SEARCH: tl.constexpr
+    tile,
+    idx_mapping_ptr,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    num_requests,
+    QUERIES: tl.constexpr,
+    REQUESTS: tl.constexpr,
 ):
-    """Return a tile's (slot, -1 if padded, first row of q, number of queries (0: no such tile), first position)."""
-    low = 0
-    high = num_requests
-    for _ in tl.static_range(SEARCH):
-        # The last request whose tiles start at or before this one; low stays below high.
-        middle = (low + high) // 2
-        start = tl.load(query_start_loc_ptr + middle) // QUERIES + middle
-        here = (start <= tile) & (middle < high)
-        low = tl.where(here, middle, low)
-        high = tl.where(here, high, middle)
-    request = low
+    """Return a tile's (slot, -1 if padded, first row of q, number of queries (0: no such tile), first position).
+
+    REQUESTS: a power of two, not below num_requests; all of them are looked at with one load.
+    """
+    each = tl.arange(0, REQUESTS)
+    starts = tl.load(query_start_loc_ptr + each, mask=each < num_requests, other=0) // QUERIES + each
+    request = tl.sum(((starts <= tile) & (each < num_requests)).to(tl.int32), axis=0) - 1
+    return tile_of_request(tile, request, idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, QUERIES)
+
+
+@triton.jit
+def tile_of_request(tile, request, idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, QUERIES: tl.constexpr):
+    """Return what `find_tile` returns, given the last request whose tiles start at or before this one."""
     row = tl.load(query_start_loc_ptr + request)
     query_len = tl.load(query_start_loc_ptr + request + 1) - row
     offset = (tile - (row // QUERIES + request)) * QUERIES

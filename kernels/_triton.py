@@ -68,6 +68,14 @@ def wait_for_inputs(PDL: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
+@triton.jit
+def ask_for(pointers):
+    """Ask the second-level cache for the lines that `pointers` lie in; nothing waits for them. CUDA only."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
 @functools.cache
 def pdl() -> dict[str, bool]:
     """Return the launch options for programmatic dependent launch: on from Hopper on, off elsewhere.
@@ -80,10 +88,10 @@ def pdl() -> dict[str, bool]:
     return {"PDL": True, "launch_pdl": True} if on else {"PDL": False}
 
 
-def can_use_tma(tensor: Any) -> bool:
-    """Whether blocks of the tensor's last two dimensions can be copied by the tensor memory accelerator."""
-    fits = tensor.is_contiguous() and tensor.shape[-1] * tensor.itemsize % 16 == 0 and tensor.data_ptr() % 16 == 0
-    return fits and (not tensor.is_cuda or "launch_pdl" in pdl())  # the interpreter has no hardware to ask
+def can_use_tma(*tensors: Any) -> bool:
+    """Whether blocks of each tensor's last two dimensions can be copied by the tensor memory accelerator."""
+    fits = all(t.is_contiguous() and t.shape[-1] * t.itemsize % 16 == 0 and t.data_ptr() % 16 == 0 for t in tensors)
+    return fits and (not tensors[0].is_cuda or "launch_pdl" in pdl())  # the interpreter has no hardware to ask
 
 
 def descriptor(tensor: Any, block: list[int]) -> Any:
@@ -93,4 +101,23 @@ def descriptor(tensor: Any, block: list[int]) -> Any:
     return TensorDescriptor.from_tensor(tensor, block)
 
 
-__all__ = ["HAS_TRITON", "can_use_tma", "descriptor", "pdl", "tl", "triton", "wait_for_inputs"]
+try:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia import hopper
+except ImportError:  # a Triton without it, or none
+    gluon, gl, hopper = triton, tl, None
+
+__all__ = [
+    "HAS_TRITON",
+    "ask_for",
+    "can_use_tma",
+    "descriptor",
+    "gl",
+    "gluon",
+    "hopper",
+    "pdl",
+    "tl",
+    "triton",
+    "wait_for_inputs",
+]

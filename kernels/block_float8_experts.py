@@ -1,8 +1,8 @@
 """The experts of a mixture layer with weights held in FP8 as checkpoints store them: see `moe_experts`.
 
 A scale stands for each row of a weight and 128 columns, as in `block_float8_linear`: weights are turned into the
-activations' dtype without loss, sums over 128 columns are scaled in float32. All tiles have one height and sum the same
-columns from nothing, so a row's bits do not depend on the tile it lands in.
+activations' dtype without loss, sums over 128 columns are scaled in float32. A row's bits do not depend on the tile it
+lands in.
 """
 
 from typing import NamedTuple
@@ -11,11 +11,11 @@ import torch
 
 from specgen.kernels._checks import check, check_same_device
 from specgen.kernels._triton import pdl, tl, triton, wait_for_inputs
-from specgen.kernels.block_float8_linear import BLOCK, FLOAT8, dequantize_blocks
+from specgen.kernels.block_float8_linear import BLOCK, FLOAT8, dequantize_blocks, tile_height
 from specgen.kernels.moe_experts import ExpertRows, moe_experts_torch, place_kernel, place_options
 
-# A tile: rows, columns, warps, stages. One for any number of tokens, as in `block_float8_linear`.
-_TILE = (64, 64, 4, 3)
+# Tiles by height: columns, warps, stages. A row's bits are the same in each.
+_TILES = {16: (64, 4, 5), 64: (64, 4, 4), 128: (64, 8, 3)}
 
 
 class BlockScales(NamedTuple):
@@ -73,14 +73,15 @@ def block_float8_experts_triton(
     out = torch.empty(num_pairs, hidden, dtype=x.dtype, device=x.device)
     if num_tokens == 0:
         return ExpertRows(out, None)
-    height, columns, warps, stages = _TILE
+    height = tile_height(_TILES, triton.cdiv(num_pairs, num_experts))  # near the mean of an expert's pairs
+    columns, warps, stages = _TILES[height]
     # Every expert in use adds at most one tile that isn't full.
     max_tiles = min(num_pairs, num_pairs // height + min(num_experts, num_pairs))
     tile_expert = torch.empty(max_tiles, dtype=torch.int32, device=x.device)
     tile_pairs = torch.empty(max_tiles * height, dtype=torch.int32, device=x.device)
     place_kernel[(num_experts + 1,)](
-        ids, tile_expert, tile_pairs, ids, num_pairs, 0, num_experts, max_tiles, ROWS=height,
-        EXPERTS=triton.next_power_of_2(num_experts), SORTED=False, **place_options(num_pairs), **pdl(),
+        ids, tile_expert, tile_pairs, num_pairs, 0, num_experts, max_tiles, ROWS=height,
+        EXPERTS=triton.next_power_of_2(num_experts), **place_options(num_pairs), **pdl(),
     )  # fmt: skip
     activated = torch.empty(num_pairs, inner, dtype=x.dtype, device=x.device)
     for source, weights, scale, target, num_columns, width, pairs_a_row in (
@@ -126,26 +127,33 @@ def _block_float8_grouped_kernel(
         x_rows = x_ptr + (pair // pairs_a_row)[:, None] * width
         num_rows = num_columns * (2 if GATED else 1)
         num_blocks = (width + BLOCK - 1) // BLOCK
-        gate_rows = weights_ptr + (expert * num_rows + column)[None, :] * width
+        gate_rows = weights_ptr + (expert * num_rows + column)[:, None] * width
         up_rows = gate_rows + num_columns.to(tl.int64) * width
         scale_row = scale_ptr + expert * num_blocks * num_rows + column
-        acc = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-        acc_up = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+        acc = tl.zeros([COLUMNS, ROWS], dtype=tl.float32)
+        acc_up = tl.zeros([COLUMNS, ROWS], dtype=tl.float32)
+        # A step's scales are loaded in the step before: nothing waits for them.
+        next_scale = tl.load(scale_row, mask=in_columns, other=0.0)
+        if GATED:
+            next_scale_up = tl.load(scale_row + num_columns, mask=in_columns, other=0.0)
         for block in range(0, num_blocks):
             at = block * BLOCK + k
             in_width = at < width
             x = tl.load(x_rows + at[None, :], mask=real[:, None] & in_width[None, :], other=0.0)
-            mask = in_width[:, None] & in_columns[None, :]
-            weight = tl.load(gate_rows + at[:, None], mask=mask, other=0.0)
-            scale = tl.load(scale_row + block * num_rows, mask=in_columns, other=0.0)
-            acc += tl.dot(x, weight.to(x.dtype), input_precision="ieee") * scale[None, :]
+            mask = in_width[None, :] & in_columns[:, None]
+            next_row = scale_row + tl.minimum(block + 1, num_blocks - 1) * num_rows
+            weight = tl.load(gate_rows + at[None, :], mask=mask, other=0.0)
+            scale = next_scale
+            next_scale = tl.load(next_row, mask=in_columns, other=0.0)
+            acc += tl.dot(weight.to(x.dtype), tl.trans(x), input_precision="ieee") * scale[:, None]
             if GATED:
-                weight = tl.load(up_rows + at[:, None], mask=mask, other=0.0)
-                scale = tl.load(scale_row + block * num_rows + num_columns, mask=in_columns, other=0.0)
-                acc_up += tl.dot(x, weight.to(x.dtype), input_precision="ieee") * scale[None, :]
+                weight = tl.load(up_rows + at[None, :], mask=mask, other=0.0)
+                scale = next_scale_up
+                next_scale_up = tl.load(next_row + num_columns, mask=in_columns, other=0.0)
+                acc_up += tl.dot(weight.to(x.dtype), tl.trans(x), input_precision="ieee") * scale[:, None]
         if GATED:  # rounded as two separate products would be
             acc = acc.to(x_ptr.dtype.element_ty).to(tl.float32)
             acc_up = acc_up.to(x_ptr.dtype.element_ty).to(tl.float32)
             acc = acc / (1.0 + tl.exp(-acc)) * acc_up
-        target = out_ptr + pair[:, None] * num_columns + column[None, :]
-        tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=real[:, None] & in_columns[None, :])
+        target = out_ptr + pair[None, :] * num_columns + column[:, None]
+        tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=real[None, :] & in_columns[:, None])

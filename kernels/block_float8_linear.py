@@ -2,8 +2,9 @@
 
 A weight is turned into the activations' dtype without loss and multiplied; the sum over 128 columns is scaled in
 float32. So the activations are not rounded, and only the order of the sums differs from a product with the dequantised
-weight. A row's bits don't depend on the other rows: every tile has one height, and sums the same 128 columns from
-nothing, block by block.
+weight. A row's bits don't depend on the other rows: every tile sums the same 128 columns from nothing, block by block.
+Weights stand on the left, where registers can hold what they are widened to, and so that tiles of any height are made
+of the same instructions.
 """
 
 import torch
@@ -15,9 +16,8 @@ from specgen.kernels.linear import linear_torch
 FLOAT8 = torch.float8_e4m3fn
 BLOCK = 128  # columns that share a scale
 
-# A tile: rows, columns, warps, stages. One for any number of rows: on an H200, tiles of 16 to 128 rows did not all give
-# the same bits.
-_TILE = (64, 64, 4, 4)
+# Tiles by height: columns, warps, stages. A row's bits are the same in each.
+_TILES = {16: (64, 4, 5), 64: (64, 4, 4), 128: (128, 8, 3)}
 
 
 def block_float8_linear(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -47,12 +47,18 @@ def block_float8_linear_torch(x: torch.Tensor, values: torch.Tensor, scale: torc
     return linear_torch(x, dequantize_blocks(values, scale, x.dtype))
 
 
+def tile_height(tiles: dict[int, tuple[int, int, int]], num_rows: int) -> int:
+    """Return the lowest of the tiles' heights that holds so many rows, or the highest."""
+    return next((height for height in tiles if height >= num_rows), max(tiles))
+
+
 def block_float8_linear_triton(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Return what `block_float8_linear` returns, by tiles that sum in one order."""
     (num_rows, inner), num_columns = x.shape, values.shape[0]
     out = torch.empty(num_rows, num_columns, dtype=x.dtype, device=x.device)
     if num_rows:
-        height, columns, warps, stages = _TILE
+        height = tile_height(_TILES, num_rows)
+        columns, warps, stages = _TILES[height]
         # Tiles of the same columns are neighbours: the later ones find the weight in the cache.
         grid = (triton.cdiv(num_rows, height), triton.cdiv(num_columns, columns))
         _block_float8_linear_kernel[grid](
@@ -72,13 +78,18 @@ def _block_float8_linear_kernel(
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     in_rows, in_columns = rows < num_rows, columns < num_columns
     x_rows = x_ptr + rows[:, None].to(tl.int64) * x_stride
-    weight_rows = values_ptr + columns[None, :].to(tl.int64) * inner
-    acc = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for block in range(0, (inner + BLOCK - 1) // BLOCK):
+    weight_rows = values_ptr + columns[:, None].to(tl.int64) * inner
+    acc = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
+    num_blocks: tl.constexpr = (inner + BLOCK - 1) // BLOCK
+    # A step's scales are loaded in the step before: nothing waits for them.
+    next_scale = tl.load(scale_ptr + columns, mask=in_columns, other=0.0)
+    for block in range(0, num_blocks):
         k = block * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(x_rows + k[None, :], mask=in_rows[:, None] & (k[None, :] < inner), other=0.0)
-        weight = tl.load(weight_rows + k[:, None], mask=in_columns[None, :] & (k[:, None] < inner), other=0.0)
-        scale = tl.load(scale_ptr + block * num_columns + columns, mask=in_columns, other=0.0)
-        acc += tl.dot(x, weight.to(x.dtype), input_precision="ieee") * scale[None, :]
-    target = out_ptr + rows[:, None].to(tl.int64) * num_columns + columns[None, :]
-    tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=in_rows[:, None] & in_columns[None, :])
+        weight = tl.load(weight_rows + k[None, :], mask=in_columns[:, None] & (k[None, :] < inner), other=0.0)
+        scale = next_scale
+        following = tl.minimum(block + 1, num_blocks - 1)
+        next_scale = tl.load(scale_ptr + following * num_columns + columns, mask=in_columns, other=0.0)
+        acc += tl.dot(weight.to(x.dtype), tl.trans(x), input_precision="ieee") * scale[:, None]
+    target = out_ptr + rows[None, :].to(tl.int64) * num_columns + columns[:, None]
+    tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=in_rows[None, :] & in_columns[:, None])

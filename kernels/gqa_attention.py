@@ -24,6 +24,8 @@ from specgen.kernels.float8_linear import FLOAT8
 _TILE_ROWS = 32
 _STEP_KEYS = 64
 _SPLIT_KEYS = 256
+_STAGES = 5  # block numbers are loaded, then keys: two of each are on their way
+_STAGES_OVER_FLOAT8 = 2  # registers hold the widened keys, and a third stage spills
 _MANY_PROGRAMS = 264  # so many tiles fill the device (twice 132 processors) without a program a split
 _SCRATCH_BYTES = 256 << 20  # partial results held at once; a longer step loops over its splits
 _LOG2_E = 1.4426950408889634
@@ -199,7 +201,7 @@ def gqa_attention_triton(
         "HEAD_DIM": head_dim,
         "DIM": dim,
         "SPLIT_KEYS": _SPLIT_KEYS,
-        "SEARCH": num_requests.bit_length(),
+        "REQUESTS": max(16, triton.next_power_of_2(num_requests)),
         "NO_MAX": _NO_MAX,
         "enable_fp_fusion": False,  # the loop and the join must round alike
         **pdl(),
@@ -223,7 +225,7 @@ def gqa_attention_triton(
         BY_SPLIT=by_split,
         KEY_START=key_start,
         num_warps=4,
-        num_stages=2 if kv_cache.dtype == FLOAT8 else 3,  # registers hold the widened keys, and a third stage spills
+        num_stages=_STAGES_OVER_FLOAT8 if kv_cache.dtype == FLOAT8 else _STAGES,
         **shared,
     )
     if by_split:
@@ -331,7 +333,7 @@ def _gqa_kernel(
     STEP_KEYS: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
     BY_SPLIT: tl.constexpr,
-    SEARCH: tl.constexpr,
+    REQUESTS: tl.constexpr,
     KEY_START: tl.constexpr,
     NO_MAX: tl.constexpr,
     PDL: tl.constexpr,
@@ -339,7 +341,7 @@ def _gqa_kernel(
     """One tile's rows against all keys, or BY_SPLIT against one split's: then its partial (acc, max, sum) is kept."""
     wait_for_inputs(PDL)
     slot, q_row, count, position = find_tile(
-        tl.program_id(0), idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES, SEARCH
+        tl.program_id(0), idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES, REQUESTS
     )
     num_keys = tl.where(slot >= 0, position + count, 0)
     first_split = tl.program_id(2)
@@ -427,7 +429,7 @@ def _gqa_join_kernel(
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
-    SEARCH: tl.constexpr,
+    REQUESTS: tl.constexpr,
     NO_MAX: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -437,7 +439,7 @@ def _gqa_join_kernel(
     in_group = (tl.program_id(1) % PARTS) * HEADS + row % HEADS
     query = row // HEADS
     slot, q_row, count, position = find_tile(
-        tl.program_id(0), idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES, SEARCH
+        tl.program_id(0), idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES, REQUESTS
     )
     if (query < count) & (in_group < GROUP):
         column = tl.arange(0, DIM)

@@ -13,6 +13,7 @@ from functools import lru_cache
 import torch
 
 from specgen.kernels._checks import check, check_same_device
+from specgen.kernels._draw import BLOCK, DRAW_OPTIONS, LANES, _draw, _load_block, _places, _row_best, draw_grid
 from specgen.kernels._triton import tl, triton
 
 # g lies in [-3.14, 22.88]: a logit further than this below the row's largest can't win.
@@ -191,85 +192,14 @@ def _gumbel(hashed: torch.Tensor) -> torch.Tensor:
 
 # --- kernel -----------------------------------------------------------------------------------------------------------
 
-_BLOCK = 4096
+
+@triton.jit
+def _stored_logits(token, mask, args):
+    return tl.load(args + token, mask=mask, other=float("-inf")), token
 
 
 @triton.jit
-def _rotate_word(x, BY: tl.constexpr):
-    return (x << BY) | (x >> (32 - BY))
-
-
-@triton.jit
-def _mix_word(state, word):
-    word = _rotate_word(word * 0xCC9E2D51, 15) * 0x1B873593
-    return _rotate_word(state ^ word, 13) * 5 + 0xE6546B64
-
-
-@triton.jit
-def _hash_of(seed, position, token):
-    """The hash of (seed, position, token) for int64 scalars and a block of ids."""
-    state = _mix_word((token * 0).to(tl.uint32), (seed & 0xFFFFFFFF).to(tl.uint32))
-    state = _mix_word(state, ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32))
-    state = _mix_word(state, (position & 0xFFFFFFFF).to(tl.uint32))
-    state = _mix_word(state, token.to(tl.uint32)) ^ 16
-    state = (state ^ (state >> 16)) * 0x85EBCA6B
-    state = (state ^ (state >> 13)) * 0xC2B2AE35
-    return state ^ (state >> 16)
-
-
-@triton.jit
-def _gumbel_of(seed, position, token):
-    """g(seed, position, token) for int64 scalars and a block of ids."""
-    state = _hash_of(seed, position, token)
-    # From 16-bit halves: float32 then holds u, and 1 - u, to its full relative precision at both ends.
-    high = (state >> 16).to(tl.float32)
-    low = (state & 0xFFFF).to(tl.float32)
-    u = high * 1.52587890625e-05 + (low + 0.5) * 2.3283064365386963e-10
-    rest = (65535.0 - high) * 1.52587890625e-05 + (65535.5 - low) * 2.3283064365386963e-10
-    # -log(1 - u) = u + u^2/2 + ... ; ten terms leave 1e-7 of it below u = 1/4.
-    series = u * 0.1 + 0.1111111111
-    series = series * u + 0.125
-    series = series * u + 0.1428571429
-    series = series * u + 0.1666666667
-    series = series * u + 0.2
-    series = series * u + 0.25
-    series = series * u + 0.3333333333
-    series = series * u + 0.5
-    series = (series * u + 1.0) * u
-    return -tl.log(tl.where(u < 0.25, series, -tl.log(rest)))
-
-
-@triton.jit
-def _draw(logits, start, seed, position, is_random, sharpness, BLOCK: tl.constexpr):
-    """The best score of a block of logits, the ids of which begin at `start`, and its lowest place in the block.
-
-    g <= -log(u) is at most a straight line in the exponent and mantissa bits of u, read as one integer (see
-    `_could_win`). Only tokens whose score under that ceiling reaches the best exact one get their two logarithms.
-    """
-    at = tl.arange(0, BLOCK)
-    logits = tl.where(logits != logits, float("-inf"), logits)
-    best, place = tl.max(logits, axis=0, return_indices=True)
-    if is_random & (best > float("-inf")):
-        logits = logits * sharpness
-        half = (_hash_of(seed, position, start + at) >> 1).to(tl.int32).to(tl.float32)
-        bits = half.to(tl.int32, bitcast=True).to(tl.float32)
-        # -log(u) <= 158 ln 2 - bits ln 2 / 2^23
-        ceiling = (logits - bits * 8.262958288192749e-08) + 109.51725387573242
-        best = tl.full([], float("-inf"), tl.float32)
-        highest, candidate = tl.max(ceiling, axis=0, return_indices=True)
-        while highest + (1e-3 + 1e-6 * tl.minimum(tl.abs(best), 1e30)) >= best:
-            score = tl.max(tl.where(at == candidate, logits, float("-inf")), axis=0)
-            score = score + _gumbel_of(seed, position, start + candidate)
-            better = (score > best) | ((score == best) & (candidate < place))
-            place = tl.where(better, candidate, place)
-            best = tl.maximum(score, best)
-            ceiling = tl.where(at == candidate, float("-inf"), ceiling)
-            highest, candidate = tl.max(ceiling, axis=0, return_indices=True)
-    return best, place
-
-
-@triton.jit
-def _block_best_kernel(
+def _part_best_kernel(
     best_ptr,
     best_id_ptr,
     logits_ptr,
@@ -280,35 +210,52 @@ def _block_best_kernel(
     temperature_ptr,
     sharpness,
     vocab_size,
+    span,
+    LANES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
+    part = tl.program_id(1)
     slot = tl.load(row_slots_ptr + row).to(tl.int64)
     if slot < 0:
         return
-    token = block * BLOCK + tl.arange(0, BLOCK)
-    logits = tl.load(logits_ptr + row * logits_stride + token, mask=token < vocab_size, other=float("-inf"))
+    seed = tl.load(seeds_ptr + slot)
+    position = tl.load(positions_ptr + row)
     is_random = tl.load(temperature_ptr + slot) > 0.0
-    best, at = _draw(
-        logits, block * BLOCK, tl.load(seeds_ptr + slot), tl.load(positions_ptr + row), is_random, sharpness, BLOCK
-    )
-    out = row * tl.num_programs(1) + block
+    row_ptr = logits_ptr + row * logits_stride
+    best = tl.full([], float("-inf"), tl.float32)
+    best_id = tl.full([], 0x7FFFFFFF, tl.int32)
+    for start in range(part * span, tl.minimum((part + 1) * span, vocab_size), BLOCK):
+        logits = _load_block(row_ptr, start, vocab_size, float("-inf"), LANES, BLOCK)
+        quad, of_four, _own = _places(start, LANES, BLOCK)
+        best, best_id = _draw(
+            best,
+            best_id,
+            logits,
+            quad + of_four,
+            1.0,
+            start,
+            seed,
+            position,
+            is_random,
+            sharpness,
+            _stored_logits,
+            row_ptr,
+            LANES,
+            BLOCK,
+        )
+    out = row * tl.num_programs(1) + part
     tl.store(best_ptr + out, best)
-    tl.store(best_id_ptr + out, block * BLOCK + at)
+    tl.store(best_id_ptr + out, best_id)
 
 
-@triton.jit
-def _row_best_kernel(out_ptr, best_ptr, best_id_ptr, row_slots_ptr, num_blocks, BLOCKS: tl.constexpr):
+@triton.jit(do_not_specialize=["num_parts"])
+def _row_best_kernel(out_ptr, best_ptr, best_id_ptr, row_slots_ptr, num_parts, PARTS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     if tl.load(row_slots_ptr + row) < 0:
         tl.store(out_ptr + row, 0)
         return
-    block = tl.arange(0, BLOCKS)
-    best = tl.load(best_ptr + row * num_blocks + block, mask=block < num_blocks, other=float("-inf"))
-    winner = tl.argmax(best, axis=0)  # blocks are in order of ids: the first of equal blocks has the lowest id
-    token = tl.load(best_id_ptr + row * num_blocks + winner)
-    tl.store(out_ptr + row, token.to(tl.int64))
+    tl.store(out_ptr + row, _row_best(best_ptr, best_id_ptr, row, num_parts, PARTS))
 
 
 def gumbel_sample_triton(
@@ -319,15 +266,15 @@ def gumbel_sample_triton(
     temperature: torch.Tensor,
     sharpness: float = 1.0,
 ) -> torch.Tensor:
-    """Return what `gumbel_sample` returns, by a (rows x vocabulary blocks) grid and a second reduction over blocks."""
+    """Return what `gumbel_sample` returns, by a (rows x parts) grid and a reduction over parts."""
     num_rows, vocab = logits.shape
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:
         return out
-    num_blocks = triton.cdiv(vocab, _BLOCK)
-    best = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=logits.device)
-    best_id = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=logits.device)
-    _block_best_kernel[(num_rows, num_blocks)](
+    num_parts, span = draw_grid(num_rows, vocab)
+    best = torch.empty((num_rows, num_parts), dtype=torch.float32, device=logits.device)
+    best_id = torch.empty((num_rows, num_parts), dtype=torch.int32, device=logits.device)
+    _part_best_kernel[(num_rows, num_parts)](
         best,
         best_id,
         logits,
@@ -338,10 +285,11 @@ def gumbel_sample_triton(
         temperature,
         sharpness,
         vocab,
-        BLOCK=_BLOCK,
-        num_warps=8,
-        enable_fp_fusion=False,  # as in `sample_tokens.py`: the same bits, whichever kernel draws
+        span,
+        LANES=LANES,
+        BLOCK=BLOCK,
+        **DRAW_OPTIONS,
     )
-    blocks = triton.next_power_of_2(num_blocks)
-    _row_best_kernel[(num_rows,)](out, best, best_id, row_slots, num_blocks, BLOCKS=blocks, num_warps=1)
+    parts = triton.next_power_of_2(num_parts)
+    _row_best_kernel[(num_rows,)](out, best, best_id, row_slots, num_parts, PARTS=parts, num_warps=1)
     return out

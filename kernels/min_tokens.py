@@ -1,16 +1,14 @@
 """Removes the tokens that would end a row before it has its least length, exact under speculation.
 
 Knows: the position of each logits row's input token, and from which position on a request may end. That a row's
-position counts the drafts before it is all that drafts need.
+position counts the drafts before it is all that drafts need. In plain torch: the twin. On the device it is part of the
+pass in `sample_tokens.py`.
 """
 
 import numpy as np
 import torch
 
 from specgen.kernels._checks import check, check_same_device
-from specgen.kernels._triton import tl, triton
-
-_BLOCK = 4096
 
 
 def apply_min_tokens(
@@ -34,70 +32,9 @@ def apply_min_tokens(
     check("first_end", first_end, torch.int32, None)
     check("end_mask", end_mask, torch.int32, first_end.shape[0], -(-logits.shape[1] // 32))
     check_same_device(logits=logits, row_slots=row_slots, positions=positions, end_mask=end_mask, first_end=first_end)
-    op = apply_min_tokens_triton if logits.is_cuda else apply_min_tokens_torch
-    op(logits, row_slots, positions, end_mask, first_end)
-
-
-def apply_min_tokens_torch(
-    logits: torch.Tensor,
-    row_slots: torch.Tensor,
-    positions: torch.Tensor,
-    end_mask: torch.Tensor,
-    first_end: torch.Tensor,
-) -> None:
-    """Do what `apply_min_tokens` does, by torch operations."""
     slots = row_slots.long().clamp(min=0)
     rows = ((row_slots >= 0) & (positions + 1 < first_end[slots])).nonzero().flatten()
     if rows.numel():
         words = end_mask[slots[rows]].view(torch.uint8).numpy()
         of_row, token = np.unpackbits(words, axis=1, count=logits.shape[1], bitorder="little").nonzero()
         logits[rows[torch.from_numpy(of_row)], torch.from_numpy(token)] = -torch.inf
-
-
-@triton.jit
-def _min_tokens_kernel(
-    logits_ptr,
-    logits_stride,
-    row_slots_ptr,
-    positions_ptr,
-    end_mask_ptr,
-    end_mask_stride,
-    first_end_ptr,
-    vocab_size,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(row_slots_ptr + row).to(tl.int64)
-    if slot < 0:
-        return
-    if tl.load(positions_ptr + row) + 1 >= tl.load(first_end_ptr + slot):
-        return
-    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = token < vocab_size
-    word = tl.load(end_mask_ptr + slot * end_mask_stride + token // 32, mask=inside, other=0)
-    removed = ((word >> (token % 32)) & 1) != 0
-    gone = tl.full([BLOCK], float("-inf"), tl.float32)
-    tl.store(logits_ptr + row * logits_stride + token, gone, mask=inside & removed)
-
-
-def apply_min_tokens_triton(
-    logits: torch.Tensor,
-    row_slots: torch.Tensor,
-    positions: torch.Tensor,
-    end_mask: torch.Tensor,
-    first_end: torch.Tensor,
-) -> None:
-    """Do what `apply_min_tokens` does, by a (rows x vocabulary blocks) grid."""
-    num_rows, vocab = logits.shape
-    if logits.numel():
-        _min_tokens_kernel[(num_rows, triton.cdiv(vocab, _BLOCK))](
-            logits,
-            logits.stride(0),
-            row_slots,
-            positions,
-            end_mask,
-            end_mask.stride(0),
-            first_end,
-            vocab,
-            BLOCK=_BLOCK,
-        )

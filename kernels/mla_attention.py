@@ -10,17 +10,21 @@ bound `max_seq_len` doesn't matter either. Measured on the CPU (AVX-512, 1 and 2
 neither on the number of items nor on the row's place.
 """
 
+import functools
+from typing import Any
+
 import numpy as np
 import torch
 
 from specgen.kernels._checks import check, check_same_device
 from specgen.kernels._kv_cache import check_kv_cache
 from specgen.kernels._mla_common import mla_join_kernel
+from specgen.kernels._mla_hopper import mla_hopper_kernel
 from specgen.kernels._mla_plan import KEYS, Slab, plan_slabs
 from specgen.kernels._mla_whole import mla_split_kernel
 from specgen.kernels._mla_wide import mla_scores_kernel, mla_values_kernel
 from specgen.kernels._tile_attention import attend, pad_heads, tile_queries
-from specgen.kernels._triton import pdl, triton
+from specgen.kernels._triton import can_use_tma, gl, hopper, pdl, triton
 
 # On CUDA: rows of a tile (queries x heads), keys a step, keys of a split. Never a function of the batch.
 _TILE_ROWS = 64
@@ -32,6 +36,7 @@ _FEW_TILES = 8
 # Columns of the values a program takes, inner columns of a score's step and stages: for few tiles, and for more.
 _WIDE_FEW = (32, 128, 4)
 _WIDE_MORE = (128, 64, 4)
+_VALUES_STAGES = 5  # block numbers are loaded, then values: two of each are on their way
 _SCRATCH_BYTES = 256 << 20  # partial results held at once; a longer step runs in several launches
 _LOG2_E = 1.4426950408889634
 _NO_MAX = -1.0e30  # running maximum before the first key: finite, so that exp(max - max) is 1 and never NaN
@@ -185,11 +190,12 @@ def mla_attention_triton(
     partial = torch.empty(partial_bytes // 4 * tiles_a_launch, dtype=torch.float32, device=q.device)
     scores = torch.empty(scores_bytes // 4 * tiles_a_launch, dtype=torch.float32, device=q.device)
     step = (block_tables, block_tables.stride(0), idx_mapping, query_start_loc, seq_lens)
-    shared = {"HEADS": heads, "QUERIES": queries, "SEARCH": num_requests.bit_length(), **pdl()}
+    shared = {"HEADS": heads, "QUERIES": queries, "REQUESTS": max(16, triton.next_power_of_2(num_requests)), **pdl()}
     cut = {"RANK": rank, "SPLIT_KEYS": _SPLIT_KEYS, "SPLITS": splits, **shared}
     paged = {"BLOCK_SIZE": kv_cache.shape[1], "STEP_KEYS": _STEP_KEYS, "KEY_START": key_start}
     sizes = (num_requests, num_heads, kv_lora_rank)
     rope_width, scale_log2 = width - kv_lora_rank, scale * _LOG2_E
+    blocks = None if is_wide else _hopper_blocks(q, kv_cache, rank)
     for first_tile in range(0, num_tiles, tiles_a_launch):
         tiles = min(tiles_a_launch, num_tiles - first_tile)
         if is_wide:
@@ -201,7 +207,12 @@ def mla_attention_triton(
             )  # fmt: skip
             mla_values_kernel[(tiles, head_groups, splits * (rank // column_slice))](
                 scores, kv_cache, *step, out, partial, first_tile, num_requests, steps, *sizes[1:], rope_width,
-                scale_log2, SLICE=column_slice, num_warps=4, num_stages=3, **paged, **cut,
+                scale_log2, SLICE=column_slice, num_warps=4, num_stages=_VALUES_STAGES, **paged, **cut,
+            )  # fmt: skip
+        elif blocks is not None:
+            mla_hopper_kernel[(tiles, head_groups, splits)](
+                q, *blocks, *step, out, partial, first_tile, num_requests, num_heads, scale_log2, ROPE=rope,
+                STEP_KEYS=_STEP_KEYS, KEY_START=key_start, num_warps=8, **cut,
             )  # fmt: skip
         else:
             mla_split_kernel[(tiles, head_groups, splits)](
@@ -213,3 +224,21 @@ def mla_attention_triton(
                 *step[2:], partial, out, first_tile, *sizes, scale_log2, num_warps=4, **cut
             )
     return out
+
+
+def _hopper_blocks(q: torch.Tensor, kv_cache: torch.Tensor, rank: int) -> list[Any] | None:
+    """Return what `mla_hopper_kernel` fetches latents and rotated keys by; None where it does not apply."""
+    block_size, width = kv_cache.shape[1:]
+    fits = rank == 512 and width == 576 and block_size == _STEP_KEYS and kv_cache.dtype == q.dtype and q.itemsize == 2
+    if not (fits and q.is_cuda and hopper is not None and can_use_tma(kv_cache) and _is_hopper()):
+        return None
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = gl.NVMMASharedLayout(128, 16)
+    rows = kv_cache.view(-1, width)
+    return [TensorDescriptor.from_tensor(rows, [block_size, columns], layout) for columns in (rank, width - rank)]
+
+
+@functools.cache
+def _is_hopper() -> bool:
+    return torch.cuda.get_device_capability() == (9, 0)

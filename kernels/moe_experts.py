@@ -4,24 +4,23 @@ It knows which expert each token chose, not why. A row's bits don't depend on th
 bits (`linear`). The Triton path sorts tokens by expert into tiles of a fixed number of rows without a look from the
 host: its grids come from bounds, and tiles past the real ones return at once. Experts that every token takes (shared
 ones) are the last: with few tokens an expert they get taller tiles of their own. With many tokens, when arithmetic
-counts and not the reading of weights, torch's grouped product is the faster one; its bits are the same.
+counts and not the reading of weights, rows are sorted first (`_sorted_experts`); their bits are the same.
 
 Weights may be held in FP8 with a scale a row (`float8_linear`), as those of draft layers. They go through the tiles
-whatever the number of tokens: torch's grouped product would want a copy of all of them in bfloat16, twice their own
-memory, for the one or two layers of a model that draft.
+whatever the number of tokens: sorted rows are for the many layers that do not draft.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from specgen.kernels._checks import check, check_same_device
-from specgen.kernels._triton import can_use_tma, descriptor, pdl, tl, triton, wait_for_inputs
+from specgen.kernels._sorted_experts import sort_pairs, sorted_products
+from specgen.kernels._triton import ask_for, can_use_tma, descriptor, pdl, tl, triton, wait_for_inputs
 from specgen.kernels.float8_linear import FLOAT8, Float8Weight, dequantize_rows, narrow
 from specgen.kernels.linear import ROW_MULTIPLE, linear_torch
-from specgen.kernels.silu_mul import silu_mul_torch, silu_mul_triton
+from specgen.kernels.silu_mul import silu_mul_torch
 
 # Tiles of the grouped products by height: columns, inner, weights by TMA, warps, stages. A row's bits are the same in
 # each.
@@ -32,7 +31,7 @@ _TILES = {
     128: (128, 64, True, 8, 4),
 }
 _SHARING = 64  # from this height on it suits the shared experts as well, which then need no launch of their own
-_MANY_TOKENS = 1536  # from so many on, on CUDA in half precision: torch's grouped product
+_MANY_TOKENS = 1024  # from so many on, on Hopper in half precision: sorted rows
 _SCAN = 1024  # pairs a step when sorting by expert; four times that for many
 
 
@@ -83,8 +82,8 @@ def moe_experts(
         raise ValueError(f"num_shared: expected 0..{min(ids.shape[1], num_experts)}, got {num_shared}")
     if not x.is_cuda:
         return moe_experts_torch(x, ids, w13, w2, num_shared, scales)
-    if num_tokens >= _MANY_TOKENS and x.dtype == torch.bfloat16 and scales is None:
-        return moe_experts_grouped(x, ids, w13, w2)
+    if num_tokens >= _MANY_TOKENS and x.dtype == torch.bfloat16 and scales is None and can_use_tma(w13, w2):
+        return moe_experts_sorted(x, ids, w13, w2)
     return moe_experts_triton(x, ids, w13, w2, num_shared, scales)
 
 
@@ -126,19 +125,12 @@ def moe_experts_torch(
     return ExpertRows(down, torch.from_numpy(place.astype(np.int32)).view(num_tokens, top_k))
 
 
-def moe_experts_grouped(x: torch.Tensor, ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> ExpertRows:
-    """Return what `moe_experts` returns, by torch's grouped product over rows sorted by expert. bfloat16, on CUDA."""
-    num_pairs, num_experts = ids.numel(), w2.shape[0]
-    order = torch.empty(num_pairs, dtype=torch.int32, device=x.device)
-    ends = torch.empty(num_experts, dtype=torch.int32, device=x.device)
-    places = torch.empty_like(ids)
-    place_kernel[(num_experts + 1,)](
-        ids, ends, order, places, num_pairs, 0, num_experts, 0, ROWS=1, **place_options(num_pairs),
-        EXPERTS=triton.next_power_of_2(num_experts), SORTED=True, **pdl(),
-    )  # fmt: skip
-    rows = x.index_select(0, order // ids.shape[1])
-    inner = silu_mul_triton(F.grouped_mm(rows, w13.transpose(1, 2), offs=ends))
-    return ExpertRows(F.grouped_mm(inner, w2.transpose(1, 2), offs=ends), places)
+def moe_experts_sorted(x: torch.Tensor, ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> ExpertRows:
+    """Return what `moe_experts` returns, over rows sorted by expert. Half precision, weights that TMA can load."""
+    if not len(x):
+        return ExpertRows(x, None)
+    pairs = sort_pairs(ids, w2.shape[0])
+    return ExpertRows(sorted_products(x, pairs, w13, w2), pairs.places.view(ids.shape))
 
 
 def moe_experts_triton(
@@ -154,8 +146,11 @@ def moe_experts_triton(
     out = torch.empty(num_tokens * top_k, hidden, dtype=x.dtype, device=x.device)
     x = narrow(x) if scales is not None else x
     activated = torch.empty(num_tokens * top_k, inner, dtype=x.dtype, device=x.device)
+    if 0 < num_tokens <= min(_TILES):
+        _run_few_tokens(x, ids, w13, w2, activated, out, num_shared, scales)
+        return ExpertRows(out, None)
     height = _tile_height(num_tokens * (top_k - num_shared), num_experts - num_shared)
-    own_tiles = num_shared > 0 and num_tokens > min(_TILES) and height < _SHARING
+    own_tiles = num_shared > 0 and height < _SHARING
     num_routed = num_experts - num_shared if own_tiles else num_experts
     groups = [(0, num_routed, num_tokens * (top_k - num_shared if own_tiles else top_k))]
     if own_tiles:
@@ -173,6 +168,40 @@ def place_options(num_pairs: int) -> dict[str, int]:
 def _tile_height(num_pairs: int, num_experts: int) -> int:
     """A height near the mean of an expert's pairs, so that weights are read few times."""
     return next((height for height in _TILES if height * num_experts >= num_pairs), max(_TILES))
+
+
+def _run_few_tokens(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    activated: torch.Tensor,
+    out: torch.Tensor,
+    num_shared: int,
+    scales: ExpertScales | None,
+) -> None:
+    """Fill all rows of `activated` and `out`: a tile holds all tokens, and an expert in use has one, shared ones first.
+
+    So nothing has to be placed, and the shared experts' weights are asked for while the router still runs.
+    """
+    (num_tokens, top_k), (num_experts, hidden, inner) = ids.shape, w2.shape
+    num_routed = num_experts - num_shared
+    num_tiles = num_shared + min(num_routed, num_tokens * (top_k - num_shared))
+    rows = min(_TILES)
+    columns, step, _, warps, stages = _TILES[rows]
+    scale13, scale2 = scales or (None, None)
+    for source, weights, scale, target, num_columns, width, pairs_a_row in (
+        (x, w13, scale13, activated, inner, hidden, top_k),
+        (activated, w2, scale2, out, hidden, inner, 1),
+    ):
+        _grouped_kernel[(triton.cdiv(num_columns, columns), num_tiles)](
+            source, weights, scale, target, ids, ids, ids.numel(), num_columns, width, pairs_a_row, num_routed,
+            num_shared, GATED=weights is w13, BY_TMA=False, SCALED=scale is not None, ROWS=rows, COLUMNS=columns,
+            INNER=step, TOP_K=top_k, CHOICES=triton.next_power_of_2(top_k),
+            EXPERTS=triton.next_power_of_2(max(1, num_routed)),
+            LINES=triton.next_power_of_2(triton.cdiv(width * weights.itemsize, 128)), num_warps=warps,
+            num_stages=stages, **pdl(),
+        )  # fmt: skip
 
 
 def _run_experts(
@@ -196,7 +225,7 @@ def _run_experts(
     tile_pairs = torch.empty(max_tiles * rows, dtype=torch.int32, device=x.device)
     experts = triton.next_power_of_2(w2.shape[0])
     place_kernel[(last - first + 1,)](
-        ids, tile_expert, tile_pairs, ids, num_pairs, first, last, max_tiles, ROWS=rows, EXPERTS=experts, SORTED=False,
+        ids, tile_expert, tile_pairs, num_pairs, first, last, max_tiles, ROWS=rows, EXPERTS=experts,
         **place_options(num_pairs), **pdl(),
     )  # fmt: skip
     columns, step, by_tma, warps, stages = _TILES[rows]
@@ -209,8 +238,8 @@ def _run_experts(
         tma = by_tma and scales is None and can_use_tma(weights)
         _grouped_kernel[(triton.cdiv(num_columns, columns), max_tiles)](
             source, descriptor(weights.flatten(0, 1), [columns, step]) if tma else weights, scale, target, tile_expert,
-            tile_pairs, num_pairs, num_columns, width, pairs_a_row, GATED=weights is w13, BY_TMA=tma,
-            SCALED=scale is not None, **grid,
+            tile_pairs, num_pairs, num_columns, width, pairs_a_row, 0, 0, GATED=weights is w13, BY_TMA=tma,
+            SCALED=scale is not None, TOP_K=0, CHOICES=0, EXPERTS=0, LINES=0, **grid,
         )  # fmt: skip
 
 
@@ -219,7 +248,6 @@ def place_kernel(
     ids_ptr,
     tile_expert_ptr,
     tile_pairs_ptr,
-    places_ptr,
     num_pairs,
     first,
     last,
@@ -227,13 +255,11 @@ def place_kernel(
     ROWS: tl.constexpr,
     SCAN: tl.constexpr,
     EXPERTS: tl.constexpr,
-    SORTED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """An expert's tiles follow those of the experts before it and hold its pairs in order, `num_pairs` past the last.
 
     For the experts in [first, last). The program after the last one's marks the tiles that nobody uses with expert -1.
-    SORTED, with one row a tile: tile_expert holds where an expert's pairs end instead, and places where a pair is.
     """
     wait_for_inputs(PDL)
     expert = first + tl.program_id(0)
@@ -248,12 +274,10 @@ def place_kernel(
     first_tile = tl.sum(tl.where(each < expert, tiles, 0), axis=0)
     own_tiles = tl.sum(tl.where(each == expert, tiles, 0), axis=0)
     if expert == last:
-        for start in range(first_tile, 0 if SORTED else max_tiles, SCAN):
+        for start in range(first_tile, max_tiles, SCAN):
             tl.store(tile_expert_ptr + start + item, -1, mask=start + item < max_tiles)
     else:
-        if SORTED:
-            tl.store(tile_expert_ptr + expert, first_tile + own_tiles)
-        for start in range(0, 0 if SORTED else own_tiles, SCAN):
+        for start in range(0, own_tiles, SCAN):
             tl.store(tile_expert_ptr + first_tile + start + item, expert, mask=start + item < own_tiles)
         placed = first_tile * ROWS
         for start in range(0, num_pairs, SCAN):
@@ -261,12 +285,42 @@ def place_kernel(
             mine = (ids == expert).to(tl.int32)
             rank = tl.cumsum(mine, axis=0) - 1
             tl.store(tile_pairs_ptr + placed + rank, start + item, mask=mine > 0)
-            if SORTED:
-                tl.store(places_ptr + start + item, placed + rank, mask=mine > 0)
             placed += tl.sum(mine, axis=0)
         end = (first_tile + own_tiles) * ROWS
         filler = tl.arange(0, ROWS)
         tl.store(tile_pairs_ptr + placed + filler, num_pairs, mask=placed + filler < end)
+
+
+@triton.jit
+def _ask_for_shared(weights, tile, column, num_routed, num_shared, num_columns, width, LINES: tl.constexpr):
+    """Ask the second-level cache for a tile's rows of a shared expert's gate and up weights."""
+    if tile < num_shared:
+        in_line: tl.constexpr = 128 // (weights.dtype.element_ty.primitive_bitwidth // 8)
+        line = tl.minimum(tl.arange(0, LINES) * in_line, width - 1)[None, :]
+        gate_row = (num_routed + tile).to(tl.int64) * (2 * num_columns) + tl.minimum(column, num_columns - 1)
+        ask_for(weights + gate_row[:, None] * width + line)
+        ask_for(weights + (gate_row + num_columns)[:, None] * width + line)
+
+
+@triton.jit
+def _find_few(
+    tile, ids_ptr, num_pairs, num_routed, num_shared, ROWS: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """Return (expert, or -1, and each token's pair with it, or num_pairs): shared experts first, then those in use."""
+    token = tl.arange(0, ROWS)
+    choice = tl.arange(0, CHOICES)
+    pair = token[:, None] * TOP_K + choice[None, :]
+    ids = tl.load(ids_ptr + pair, mask=(choice < TOP_K)[None, :] & (pair < num_pairs), other=-1)
+    expert = num_routed + tile
+    if tile >= num_shared:
+        each = tl.arange(0, EXPERTS)
+        flat = tl.reshape(ids, [ROWS * CHOICES])
+        in_use = tl.max((flat[:, None] == each[None, :]).to(tl.int32), axis=0) * (each < num_routed).to(tl.int32)
+        here = (in_use > 0) & (tl.cumsum(in_use, axis=0) - 1 == tile - num_shared)
+        expert = tl.max(tl.where(here, each, -1), axis=0)
+    chosen = (ids == expert) & (expert >= 0)
+    return expert, tl.min(tl.where(chosen, pair, num_pairs), axis=1)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -281,29 +335,46 @@ def _grouped_kernel(
     num_columns,
     width,
     pairs_a_row,
+    num_routed,
+    num_shared,
     GATED: tl.constexpr,
     BY_TMA: tl.constexpr,
     SCALED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
+    TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    LINES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out[pair] = weight[expert] @ x[pair // pairs_a_row]; gated: silu of the first half's rows times the second's.
 
     weights: a pointer, or with BY_TMA the descriptor of all experts' rows in blocks [COLUMNS, INNER]. SCALED: they
-    are FP8, and scale_ptr has a factor for each row.
+    are FP8, and scale_ptr has a factor for each row. TOP_K > 0: tiles are not placed, and both pointers to them are to
+    the choices of at most ROWS tokens.
     """
-    if GATED:
-        wait_for_inputs(PDL)
     tile = tl.program_id(1)
-    expert = tl.load(tile_expert_ptr + tile).to(tl.int64)
+    column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+    if GATED:
+        if (TOP_K > 0) & PDL:
+            _ask_for_shared(weights, tile, column, num_routed, num_shared, num_columns, width, LINES)
+        wait_for_inputs(PDL)
+    if TOP_K > 0:
+        expert, pair = _find_few(
+            tile, tile_expert_ptr, num_pairs, num_routed, num_shared, ROWS, TOP_K, CHOICES, EXPERTS
+        )  # fmt: skip
+        expert = expert.to(tl.int64)
+        pair = pair.to(tl.int64)
+    else:
+        expert = tl.load(tile_expert_ptr + tile).to(tl.int64)
     if not GATED:
-        wait_for_inputs(PDL)  # the tiles are older than the gated product
+        wait_for_inputs(PDL)  # tiles and choices are older than the gated product
     if expert >= 0:
-        pair = tl.load(tile_pairs_ptr + tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        if TOP_K == 0:
+            pair = tl.load(tile_pairs_ptr + tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         real = pair < num_pairs
-        column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
         in_columns = column < num_columns
         k = tl.arange(0, INNER)
         x_rows = x_ptr + (pair // pairs_a_row)[:, None] * width

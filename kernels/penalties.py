@@ -2,7 +2,8 @@
 
 Knows: which tokens the prompt has, how often each was emitted, and the drafts in front of a logits row. A row that
 judges the draft after drafts 1..j counts those j drafts as emitted: the row is only used if they were accepted, so
-the result is what plain decoding computes there.
+the result is what plain decoding computes there. In plain torch: the twin. On the device they are part of the pass in
+`sample_tokens.py`.
 """
 
 from collections.abc import Sequence
@@ -11,9 +12,6 @@ import numpy as np
 import torch
 
 from specgen.kernels._checks import check, check_same_device
-from specgen.kernels._triton import tl, triton
-
-_BLOCK = 2048
 
 
 def id_mask_of(token_ids: "Sequence[int] | np.ndarray", vocab_size: int) -> np.ndarray:
@@ -65,35 +63,6 @@ def apply_penalties(
     check("frequency_penalty", frequency_penalty, torch.float32, num_slots)
     check("presence_penalty", presence_penalty, torch.float32, num_slots)
     check_same_device(logits=logits, row_slots=row_slots, spec_ids=spec_ids, output_counts=output_counts)
-    op = apply_penalties_triton if logits.is_cuda else apply_penalties_torch
-    op(
-        logits,
-        row_slots,
-        spec_ids,
-        spec_start,
-        spec_count,
-        prompt_mask=prompt_mask,
-        output_counts=output_counts,
-        repetition_penalty=repetition_penalty,
-        frequency_penalty=frequency_penalty,
-        presence_penalty=presence_penalty,
-    )
-
-
-def apply_penalties_torch(
-    logits: torch.Tensor,
-    row_slots: torch.Tensor,
-    spec_ids: torch.Tensor,
-    spec_start: torch.Tensor,
-    spec_count: torch.Tensor,
-    *,
-    prompt_mask: torch.Tensor,
-    output_counts: torch.Tensor,
-    repetition_penalty: torch.Tensor,
-    frequency_penalty: torch.Tensor,
-    presence_penalty: torch.Tensor,
-) -> None:
-    """Do what `apply_penalties` does, on the few (row, token) pairs that have a count or a prompt bit."""
     vocab = logits.shape[1]
     in_use = (repetition_penalty != 1) | (frequency_penalty != 0) | (presence_penalty != 0)
     rows = ((row_slots >= 0) & in_use[row_slots.long().clamp(min=0)]).nonzero().flatten()
@@ -117,83 +86,3 @@ def apply_penalties_torch(
     value -= frequency_penalty[slot] * count
     value -= presence_penalty[slot] * (count > 0)
     logits[at] = value
-
-
-@triton.jit
-def _penalties_kernel(
-    logits_ptr,
-    logits_stride,
-    row_slots_ptr,
-    spec_ids_ptr,
-    spec_start_ptr,
-    spec_count_ptr,
-    prompt_mask_ptr,
-    prompt_mask_stride,
-    output_counts_ptr,
-    output_counts_stride,
-    repetition_penalty_ptr,
-    frequency_penalty_ptr,
-    presence_penalty_ptr,
-    vocab_size,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(row_slots_ptr + row).to(tl.int64)
-    if slot < 0:
-        return
-    repetition = tl.load(repetition_penalty_ptr + slot)
-    frequency = tl.load(frequency_penalty_ptr + slot)
-    presence = tl.load(presence_penalty_ptr + slot)
-    if (repetition == 1.0) & (frequency == 0.0) & (presence == 0.0):
-        return
-    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = token < vocab_size
-    count = tl.load(output_counts_ptr + slot * output_counts_stride + token, mask=mask, other=0)
-    spec_start = tl.load(spec_start_ptr + row).to(tl.int64)
-    for i in range(tl.load(spec_count_ptr + row)):
-        count += (token == tl.load(spec_ids_ptr + spec_start + i)).to(tl.int32)
-    word = tl.load(prompt_mask_ptr + slot * prompt_mask_stride + token // 32, mask=mask, other=0)
-    in_prompt = ((word >> (token % 32)) & 1) != 0
-    at = logits_ptr + row * logits_stride + token
-    logits = tl.load(at, mask=mask, other=0.0)
-    repeated = tl.where(logits > 0, tl.div_rn(logits, repetition), logits * repetition)
-    value = tl.where(in_prompt | (count > 0), repeated, logits)
-    value = value - frequency * count.to(tl.float32)
-    value = value - tl.where(count > 0, presence, 0.0)
-    tl.store(at, value, mask=mask)
-
-
-def apply_penalties_triton(
-    logits: torch.Tensor,
-    row_slots: torch.Tensor,
-    spec_ids: torch.Tensor,
-    spec_start: torch.Tensor,
-    spec_count: torch.Tensor,
-    *,
-    prompt_mask: torch.Tensor,
-    output_counts: torch.Tensor,
-    repetition_penalty: torch.Tensor,
-    frequency_penalty: torch.Tensor,
-    presence_penalty: torch.Tensor,
-) -> None:
-    """Do what `apply_penalties` does, by a (rows x vocabulary blocks) grid."""
-    num_rows, vocab = logits.shape
-    if not logits.numel():
-        return
-    _penalties_kernel[(num_rows, triton.cdiv(vocab, _BLOCK))](
-        logits,
-        logits.stride(0),
-        row_slots,
-        spec_ids,
-        spec_start,
-        spec_count,
-        prompt_mask,
-        prompt_mask.stride(0),
-        output_counts,
-        output_counts.stride(0),
-        repetition_penalty,
-        frequency_penalty,
-        presence_penalty,
-        vocab,
-        BLOCK=_BLOCK,
-    )

@@ -13,8 +13,9 @@ import itertools
 import torch
 
 from specgen.kernels._checks import check, check_same_device
+from specgen.kernels._draw import _gumbel_of
 from specgen.kernels._triton import tl, triton
-from specgen.kernels.gumbel import _gumbel_of, _key_state, _sample_rows
+from specgen.kernels.gumbel import _key_state, _sample_rows
 from specgen.kernels.synthetic_rejection import _uniform_of, uniforms
 
 DRAFT_STREAM = 0x6A09E667F3BCC909  # a row's draft noise is that of the seed with these bits turned over

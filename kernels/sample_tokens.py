@@ -4,12 +4,19 @@ Knows the order of the processors (`specgen.worker.sampler` says it) and the per
 calls the processors one by one, each the twin of its own file. On the device,
 
     touch    logit_bias, n-grams and bad words: a few tokens a row, in place
-    pass 1   allowed ids, least length, penalties and temperature, on one read of the logits. A row without filters is
-             drawn from there, and its processed logits are not even written; a row with filters leaves statistics
-    search   the threshold of top-k, top-p and min-p (`_row_thresholds.py`)
-    pass 2   draws rows with filters, from the parts of them that hold a logit from the threshold on
+    look     rows with a filter: a floor for what the filters leave (`_filter_rows.py`)
+    pass     one read of the logits, in parts: allowed ids, least length, penalties and temperature. A row without
+             filters is drawn from there; of a row with filters, the columns from the floor on are collected
+    finish   draws the rows with filters from what was collected
+    remove   where the logits are kept: -inf for what the filters remove
+    join     the best of a row's parts
+
+Processed logits are only written where they are kept: the pass works with rough ones, and whoever needs a few exact
+ones makes them from the raw logits again (`_processed.py`).
 
 What only sets -inf may come in any order before the filters, since nothing turns -inf into anything else.
+
+A draft layer's vocabulary may be cut: its logits then have a column for each of the lowest ids, and for a few others.
 """
 
 from typing import NamedTuple
@@ -17,11 +24,14 @@ from typing import NamedTuple
 import torch
 
 from specgen.kernels._checks import check, check_same_device
-from specgen.kernels._row_thresholds import BLOCK, SUB, RowStats, _clean, _limits, _store_stats, row_thresholds
-from specgen.kernels._triton import tl, triton
+from specgen.kernels._draw import BLOCK, DRAW_OPTIONS, LANES, draw_grid
+from specgen.kernels._filter_rows import Collected, finish, look
+from specgen.kernels._processed import RowTables
+from specgen.kernels._token_pass import _join_kernel, _pass_kernel, _remove_kernel
+from specgen.kernels._triton import triton
 from specgen.kernels.allowed_ids import apply_allowed_ids
 from specgen.kernels.bad_words import apply_bad_words
-from specgen.kernels.gumbel import _draw, gumbel_sample, gumbel_sample_triton
+from specgen.kernels.gumbel import gumbel_sample
 from specgen.kernels.logit_bias import apply_logit_bias
 from specgen.kernels.min_p import apply_min_p
 from specgen.kernels.min_tokens import apply_min_tokens
@@ -32,9 +42,7 @@ from specgen.kernels.temperature import apply_temperature
 from specgen.kernels.top_k_top_p import apply_top_k_top_p
 from specgen.kernels.typical_p import apply_typical_p
 
-# Of the kernels that draw: without fused multiply-adds, so that a row's bits do not depend on which of them drew it,
-# nor on what else was compiled into that one.
-_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
+_REMOVED = 4096  # logits of a program
 
 
 class LogitsRows(NamedTuple):
@@ -96,6 +104,18 @@ class Wanted(NamedTuple):
     keep: bool = False
 
 
+def expand_logits(logits: torch.Tensor, extra_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Return the logits of a cut vocabulary, `[N, C]`, as `[N, vocab_size]`: those of the other tokens are -inf.
+
+    The last columns are the tokens `extra_ids [E] int32`, the others those of their own numbers.
+    """
+    num_lowest = logits.shape[1] - extra_ids.shape[0]
+    out = torch.full((logits.shape[0], vocab_size), -torch.inf, dtype=logits.dtype, device=logits.device)
+    out[:, :num_lowest] = logits[:, :num_lowest]
+    out[:, extra_ids.long()] = logits[:, num_lowest:]
+    return out
+
+
 class Sampled(NamedTuple):
     """`token_ids [N] int64`, and whether each row's logits held a NaN, `[N] bool`."""
 
@@ -104,22 +124,39 @@ class Sampled(NamedTuple):
 
 
 def sample_tokens(
-    logits: torch.Tensor, rows: LogitsRows, tables: SamplingTables, wanted: Wanted, sharpness: float = 1.0
+    logits: torch.Tensor,
+    rows: LogitsRows,
+    tables: SamplingTables,
+    wanted: Wanted,
+    sharpness: float = 1.0,
+    extra_ids: torch.Tensor | None = None,
 ) -> Sampled:
     """Return the token of each row of `logits [N, V] float32`, which are overwritten; 0 for a padded row.
 
-    `sharpness`: what processed logits are multiplied with in the draw. Raises: ValueError on a wrong dtype, shape or
-    layout.
+    `sharpness`: what processed logits are multiplied with in the draw. With `extra_ids [E] int32`, rising, the
+    vocabulary is cut: `logits [N, C]`, whose last E columns are these tokens, each at least C - E, and the others those
+    of their own numbers; rules can't be wanted. Without it, `logits` may have fewer columns than the tables, too.
+    Raises: ValueError on a wrong dtype, shape or layout.
     """
-    num_rows, vocab = logits.shape
-    check("logits", logits, torch.float32, num_rows, vocab)
+    num_rows, num_columns = logits.shape
+    check("logits", logits, torch.float32, num_rows, None)
     for name in ("row_slots", "spec_start", "spec_count"):
         check(name, getattr(rows, name), torch.int32, num_rows)
     check("positions", rows.positions, torch.int64, num_rows)
-    check("output_counts", tables.output_counts, torch.int32, None, vocab)
+    check("output_counts", tables.output_counts, torch.int32, None, None)
     check_same_device(logits=logits, row_slots=rows.row_slots, temperature=tables.temperature)
+    vocab_size = tables.output_counts.shape[1]
+    if num_columns > vocab_size:
+        raise ValueError(f"logits: expected at most {vocab_size} columns, as output_counts has, got {num_columns}")
+    if extra_ids is not None:
+        check("extra_ids", extra_ids, torch.int32, None)
+        check_same_device(logits=logits, extra_ids=extra_ids)
+    if wanted.rules and (extra_ids is not None or num_columns < vocab_size):
+        raise ValueError("rules act on whole vocabularies: expand_logits before")
+    if extra_ids is None and num_columns < vocab_size:
+        extra_ids = torch.empty(0, dtype=torch.int32, device=logits.device)
     op = sample_tokens_triton if logits.is_cuda else sample_tokens_torch
-    return op(logits, rows, tables, wanted, sharpness)
+    return op(logits, rows, tables, wanted, sharpness, extra_ids)
 
 
 def _touch(logits: torch.Tensor, rows: LogitsRows, t: SamplingTables) -> None:
@@ -138,9 +175,22 @@ def _touch(logits: torch.Tensor, rows: LogitsRows, t: SamplingTables) -> None:
 
 
 def sample_tokens_torch(
-    logits: torch.Tensor, rows: LogitsRows, tables: SamplingTables, wanted: Wanted, sharpness: float = 1.0
+    logits: torch.Tensor,
+    rows: LogitsRows,
+    tables: SamplingTables,
+    wanted: Wanted,
+    sharpness: float = 1.0,
+    extra_ids: torch.Tensor | None = None,
 ) -> Sampled:
     """Return what `sample_tokens` returns, by the processors one after another."""
+    if extra_ids is not None:
+        whole = expand_logits(logits, extra_ids, tables.output_counts.shape[1])
+        sampled = sample_tokens_torch(whole, rows, tables, wanted, sharpness)
+        if wanted.keep:
+            num_lowest = logits.shape[1] - extra_ids.shape[0]
+            logits[:, :num_lowest] = whole[:, :num_lowest]
+            logits[:, num_lowest:] = whole[:, extra_ids.long()]
+        return sampled
     t, slots = tables, rows.row_slots
     if not (wanted.rules or wanted.penalties or wanted.noise or wanted.filters or wanted.min_p or wanted.typical_p):
         return _largest(logits, slots)
@@ -184,231 +234,29 @@ def _largest(logits: torch.Tensor, row_slots: torch.Tensor) -> Sampled:
     return Sampled(ids.masked_fill_(row_slots < 0, 0), has_nan)
 
 
-# --- kernel -----------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _penalised(
-    logits,
-    token,
-    mask,
-    row,
-    slot,
-    repetition,
-    frequency,
-    presence,
-    spec_ids_ptr,
-    spec_start_ptr,
-    spec_count_ptr,
-    prompt_mask_ptr,
-    prompt_mask_stride,
-    output_counts_ptr,
-    output_counts_stride,
-):
-    """As in `penalties.py`."""
-    count = tl.load(output_counts_ptr + slot * output_counts_stride + token, mask=mask, other=0)
-    spec_start = tl.load(spec_start_ptr + row).to(tl.int64)
-    for i in range(tl.load(spec_count_ptr + row)):
-        count += (token == tl.load(spec_ids_ptr + spec_start + i)).to(tl.int32)
-    word = tl.load(prompt_mask_ptr + slot * prompt_mask_stride + token // 32, mask=mask, other=0)
-    in_prompt = ((word >> (token % 32)) & 1) != 0
-    repeated = tl.where(logits > 0, tl.div_rn(logits, repetition), logits * repetition)
-    value = tl.where(in_prompt | (count > 0), repeated, logits)
-    value = value - frequency * count.to(tl.float32)
-    return value - tl.where(count > 0, presence, 0.0)
-
-
-@triton.jit
-def _first_pass_kernel(
-    best_ptr,
-    best_id_ptr,
-    has_nan_ptr,
-    tops_ptr,
-    sums_ptr,
-    logits_ptr,
-    logits_stride,
-    row_slots_ptr,
-    positions_ptr,
-    spec_ids_ptr,
-    spec_start_ptr,
-    spec_count_ptr,
-    seeds_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    reach_ptr,
-    repetition_ptr,
-    frequency_ptr,
-    presence_ptr,
-    prompt_mask_ptr,
-    prompt_mask_stride,
-    output_counts_ptr,
-    output_counts_stride,
-    allowed_mask_ptr,
-    allowed_mask_stride,
-    num_allowed_ptr,
-    end_mask_ptr,
-    end_mask_stride,
-    first_end_ptr,
-    sharpness,
-    vocab_size,
-    num_subs,
-    RULES: tl.constexpr,
-    PENALTIES: tl.constexpr,
-    NOISE: tl.constexpr,
-    FILTERS: tl.constexpr,
-    KEEP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SUB: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
-    num_blocks = tl.num_programs(1)
-    slot = tl.load(row_slots_ptr + row).to(tl.int64)
-    if slot < 0:
-        return
-    token = block * BLOCK + tl.arange(0, BLOCK)
-    mask = token < vocab_size
-    at = logits_ptr + row * logits_stride + token
-    logits = tl.load(at, mask=mask, other=float("-inf"))
-    odd = tl.max((logits != logits).to(tl.int32), axis=0)
-    tl.store(has_nan_ptr + row * num_blocks + block, odd.to(tl.int8))
-    changed = slot < 0
-    if RULES:
-        position = tl.load(positions_ptr + row)
-        if tl.load(num_allowed_ptr + slot) > 0:
-            word = tl.load(allowed_mask_ptr + slot * allowed_mask_stride + token // 32, mask=mask, other=0)
-            logits = tl.where(((word >> (token % 32)) & 1) != 0, logits, float("-inf"))
-            changed = slot >= 0
-        if position + 1 < tl.load(first_end_ptr + slot):
-            word = tl.load(end_mask_ptr + slot * end_mask_stride + token // 32, mask=mask, other=0)
-            logits = tl.where(((word >> (token % 32)) & 1) != 0, float("-inf"), logits)
-            changed = slot >= 0
-    if PENALTIES:
-        repetition = tl.load(repetition_ptr + slot)
-        frequency = tl.load(frequency_ptr + slot)
-        presence = tl.load(presence_ptr + slot)
-        if (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0):
-            logits = _penalised(
-                logits,
-                token,
-                mask,
-                row,
-                slot,
-                repetition,
-                frequency,
-                presence,
-                spec_ids_ptr,
-                spec_start_ptr,
-                spec_count_ptr,
-                prompt_mask_ptr,
-                prompt_mask_stride,
-                output_counts_ptr,
-                output_counts_stride,
-            )
-            changed = slot >= 0
-    is_random = slot < 0
-    if NOISE:
-        temperature = tl.load(temperature_ptr + slot)
-        is_random = temperature > 0.0
-        if is_random & (temperature != 1.0):
-            logits = tl.div_rn(logits, temperature)
-            changed = slot >= 0
-    is_filtered = slot < 0
-    if FILTERS:
-        _k, _p, _reach, is_filtered = _limits(slot, top_k_ptr, top_p_ptr, reach_ptr, vocab_size, True)
-    if changed & (is_filtered | KEEP):
-        tl.store(at, logits, mask=mask)
-    if FILTERS:  # noqa: SIM102 - decided when the kernel is compiled
-        if is_filtered:
-            inside = tl.where(mask, _clean(logits), float("-inf"))
-            _store_stats(tops_ptr, sums_ptr, row, block, num_subs, num_blocks, inside, BLOCK, SUB)
-    if is_filtered == 0:
-        logits = tl.where(mask, logits, float("-inf"))
-        seed = tl.load(seeds_ptr + slot)
-        best, place = _draw(logits, block * BLOCK, seed, tl.load(positions_ptr + row), is_random, sharpness, BLOCK)
-        tl.store(best_ptr + row * num_blocks + block, best)
-        tl.store(best_id_ptr + row * num_blocks + block, block * BLOCK + place)
-
-
-@triton.jit
-def _second_pass_kernel(
-    best_ptr,
-    best_id_ptr,
-    threshold_ptr,
-    tops_ptr,
-    logits_ptr,
-    logits_stride,
-    row_slots_ptr,
-    positions_ptr,
-    seeds_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    reach_ptr,
-    sharpness,
-    vocab_size,
-    num_subs,
-    KEEP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SUB: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
-    slot = tl.load(row_slots_ptr + row).to(tl.int64)
-    _k, _p, _reach, is_filtered = _limits(slot, top_k_ptr, top_p_ptr, reach_ptr, vocab_size, True)
-    if is_filtered == 0:
-        return
-    threshold = tl.load(threshold_ptr + row)
-    out = row * tl.num_programs(1) + block
-    sub = block * (BLOCK // SUB) + tl.arange(0, BLOCK // SUB)
-    top = tl.load(tops_ptr + row * num_subs + sub, mask=sub < num_subs, other=float("-inf"))
-    is_wanted = (top >= threshold) & (top > float("-inf"))
-    if KEEP:
-        is_wanted = sub < num_subs  # what is removed is written, wherever it is
-    if tl.max(is_wanted.to(tl.int32), axis=0) == 0:
-        tl.store(best_ptr + out, float("-inf"))
-        tl.store(best_id_ptr + out, block * BLOCK)
-        return
-    token = sub[:, None] * SUB + tl.arange(0, SUB)[None, :]
-    mask = is_wanted[:, None] & (token < vocab_size)
-    at = logits_ptr + row * logits_stride + token
-    logits = tl.load(at, mask=mask, other=float("-inf"))
-    removed = (logits >= threshold) == 0  # true for NaN
-    if KEEP:
-        tl.store(at, tl.full([BLOCK // SUB, SUB], float("-inf"), tl.float32), mask=mask & removed)
-    logits = tl.reshape(tl.where(removed, float("-inf"), logits), [BLOCK])
-    is_random = tl.load(temperature_ptr + slot) > 0.0
-    seed = tl.load(seeds_ptr + slot)
-    best, place = _draw(logits, block * BLOCK, seed, tl.load(positions_ptr + row), is_random, sharpness, BLOCK)
-    tl.store(best_ptr + out, best)
-    tl.store(best_id_ptr + out, block * BLOCK + place)
-
-
-@triton.jit
-def _join_kernel(
-    out_ptr, has_nan_ptr, best_ptr, best_id_ptr, block_nan_ptr, row_slots_ptr, num_blocks, BLOCKS: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
-    if tl.load(row_slots_ptr + row) < 0:
-        tl.store(out_ptr + row, 0)
-        tl.store(has_nan_ptr + row, False)
-        return
-    block = tl.arange(0, BLOCKS)
-    inside = block < num_blocks
-    best = tl.load(best_ptr + row * num_blocks + block, mask=inside, other=float("-inf"))
-    winner = tl.argmax(best, axis=0)  # blocks are in order of ids: the first of equal blocks has the lowest id
-    token = tl.load(best_id_ptr + row * num_blocks + winner)
-    tl.store(out_ptr + row, tl.where(tl.max(best, axis=0) == float("-inf"), 0, token).to(tl.int64))
-    odd = tl.load(block_nan_ptr + row * num_blocks + block, mask=inside, other=0)
-    tl.store(has_nan_ptr + row, tl.max(odd.to(tl.int32), axis=0) > 0)
+def _row_tables(logits: torch.Tensor, rows: LogitsRows, t: SamplingTables, extra_ids: torch.Tensor | None) -> RowTables:
+    strided = {
+        f"{name}_stride": getattr(t, name).stride(0)
+        for name in ("prompt_mask", "output_counts", "allowed_mask", "end_mask")
+    }
+    values = {**rows._asdict(), **t._asdict(), **strided}
+    values |= {"logits": logits, "logits_stride": logits.stride(0), "num_columns": logits.shape[1]}
+    values |= {"extra_ids": rows.row_slots, "num_extra": 0}  # not read
+    if extra_ids is not None:
+        values |= {"extra_ids": extra_ids, "num_extra": extra_ids.shape[0]}
+    return RowTables(**{name: values[name] for name in RowTables._fields})
 
 
 def sample_tokens_triton(
-    logits: torch.Tensor, rows: LogitsRows, tables: SamplingTables, wanted: Wanted, sharpness: float = 1.0
+    logits: torch.Tensor,
+    rows: LogitsRows,
+    tables: SamplingTables,
+    wanted: Wanted,
+    sharpness: float = 1.0,
+    extra_ids: torch.Tensor | None = None,
 ) -> Sampled:
     """Return what `sample_tokens` returns, by the passes that the module describes; never synchronises."""
-    num_rows, vocab = logits.shape
+    num_rows, num_columns = logits.shape
     t, device = tables, logits.device
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
     has_nan = torch.empty(num_rows, dtype=torch.bool, device=device)
@@ -417,87 +265,51 @@ def sample_tokens_triton(
     if wanted.rules:
         apply_logit_bias(logits, rows.row_slots, t.bias_ids, t.bias_values, t.num_biases)
         _touch(logits, rows, t)
-    filters = wanted.filters or wanted.min_p
-    keep = wanted.keep or wanted.typical_p
-    stats = RowStats.empty(num_rows if filters else 0, vocab, device)
-    num_blocks, num_subs = stats.sums.shape[1], stats.tops.shape[1]
-    best = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=device)
-    best_id = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=device)
-    block_nan = torch.empty((num_rows, num_blocks), dtype=torch.int8, device=device)
-    of_row, grid = (logits, logits.stride(0)), (num_rows, num_blocks)
-    limits = (t.top_k, t.top_p, t.min_p_reach)
-    _first_pass_kernel[grid](
+    filters = wanted.filters or wanted.min_p or wanted.typical_p
+    has_extra = extra_ids is not None and extra_ids.shape[0] > 0
+    flags = {"RULES": wanted.rules, "PENALTIES": wanted.penalties, "NOISE": wanted.noise, "HAS_EXTRA": has_extra}
+    num_parts, span = draw_grid(num_rows, num_columns)
+    best = torch.empty((num_rows, num_parts), dtype=torch.float32, device=device)
+    best_id = torch.empty((num_rows, num_parts), dtype=torch.int32, device=device)
+    part_nan = torch.empty((num_rows, num_parts), dtype=torch.int8, device=device)
+    on_device = _row_tables(logits, rows, t, extra_ids)
+    collected = Collected.empty(0, device)
+    if filters:
+        flags_of_filters = {**flags, "TYPICAL": wanted.typical_p}
+        collected = look(on_device, num_rows, flags_of_filters, wanted.filters or wanted.typical_p)
+    _pass_kernel[(num_rows, num_parts)](
         best,
         best_id,
-        block_nan,
-        *stats,
-        *of_row,
-        rows.row_slots,
-        rows.positions,
-        rows.spec_ids,
-        rows.spec_start,
-        rows.spec_count,
-        t.seeds,
-        t.temperature,
-        *limits,
-        t.repetition_penalty,
-        t.frequency_penalty,
-        t.presence_penalty,
-        t.prompt_mask,
-        t.prompt_mask.stride(0),
-        t.output_counts,
-        t.output_counts.stride(0),
-        t.allowed_mask,
-        t.allowed_mask.stride(0),
-        t.num_allowed,
-        t.end_mask,
-        t.end_mask.stride(0),
-        t.first_end,
+        part_nan,
+        collected.columns,
+        collected.count,
+        collected.floor,
+        on_device,
         sharpness,
-        vocab,
-        num_subs,
-        RULES=wanted.rules,
-        PENALTIES=wanted.penalties,
-        NOISE=wanted.noise,
+        span,
+        **flags,
         FILTERS=filters,
-        KEEP=keep,
-        BLOCK=BLOCK,
-        SUB=SUB,
-        **_OPTIONS,
+        KEEP=wanted.keep,
+        LANES=LANES,
+        BLOCK=BLOCK // 2 if wanted.rules or wanted.penalties or has_extra else BLOCK,  # they take registers
+        MAX_COLLECTED=collected.columns.shape[1],
+        **DRAW_OPTIONS,
     )
     if filters:
-        threshold = row_thresholds(stats, logits, rows.row_slots, *limits)
-        _second_pass_kernel[grid](
-            best,
-            best_id,
-            threshold,
-            stats.tops,
-            *of_row,
-            rows.row_slots,
-            rows.positions,
-            t.seeds,
-            t.temperature,
-            *limits,
-            sharpness,
-            vocab,
-            num_subs,
-            KEEP=keep,
-            BLOCK=BLOCK,
-            SUB=SUB,
-            **_OPTIONS,
+        finish(best, best_id, collected, on_device, flags_of_filters, wanted.keep, sharpness)
+    if filters and wanted.keep:
+        _remove_kernel[(num_rows, triton.cdiv(num_columns, _REMOVED))](
+            collected.threshold, collected.typical, on_device, TYPICAL=wanted.typical_p, BLOCK=_REMOVED
         )
     _join_kernel[(num_rows,)](
         token_ids,
         has_nan,
         best,
         best_id,
-        block_nan,
+        part_nan,
         rows.row_slots,
-        num_blocks,
-        BLOCKS=triton.next_power_of_2(num_blocks),
+        num_parts,
+        PARTS=triton.next_power_of_2(num_parts),
         num_warps=1,
     )
-    if wanted.typical_p:
-        apply_typical_p(logits, rows.row_slots, t.typical_p)
-        token_ids = gumbel_sample_triton(logits, rows.row_slots, rows.positions, t.seeds, t.temperature, sharpness)
     return Sampled(token_ids, has_nan)

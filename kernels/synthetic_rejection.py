@@ -7,8 +7,9 @@ is a pure function of (row seed, position): the same in kernel and twin, whateve
 import torch
 
 from specgen.kernels._checks import check, check_same_device
+from specgen.kernels._draw import _mix_word
 from specgen.kernels._triton import tl, triton
-from specgen.kernels.gumbel import _finish, _key_state, _mix_word, _word
+from specgen.kernels.gumbel import _finish, _key_state, _word
 
 # Last word of the hash in place of a token id, which is never this large: other numbers than the Gumbel noise.
 _DOMAIN = 0x7FFFFFFF

@@ -2,14 +2,13 @@
 
 Knows: one row's logits and its two limits. Both filters keep all logits at or above a threshold, so ties stay or go
 together. Probabilities are fixed-point integers (units of 2^-35 of the row's largest), whose sums have no order: a
-row's result can't depend on how the sum was split.
+row's result can't depend on how the sum was split. In plain torch: the twin. On the device,
+`_filter_rows.py` draws from what the filters leave.
 """
 
 import torch
 
 from specgen.kernels._checks import check, check_same_device
-from specgen.kernels._row_thresholds import BLOCK, SUB, RowStats, _limits, _stats_kernel, row_thresholds
-from specgen.kernels._triton import tl, triton
 
 _ONE = 2.0**35  # the weight of the row's largest logit; 150,000 such weights still add up exactly in float64
 _NUM_BUCKETS = 1024  # the twin's buckets by distance from the top; weights are 0 before the last one
@@ -33,14 +32,6 @@ def apply_top_k_top_p(logits: torch.Tensor, row_slots: torch.Tensor, top_k: torc
     check("top_k", top_k, torch.int32, None)
     check("top_p", top_p, torch.float32, top_k.shape[0])
     check_same_device(logits=logits, row_slots=row_slots, top_k=top_k, top_p=top_p)
-    op = apply_top_k_top_p_triton if logits.is_cuda else apply_top_k_top_p_torch
-    op(logits, row_slots, top_k, top_p)
-
-
-def apply_top_k_top_p_torch(
-    logits: torch.Tensor, row_slots: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
-) -> None:
-    """Do what `apply_top_k_top_p` does, by torch operations."""
     vocab = logits.shape[1]
     slots = row_slots.long().clamp(min=0)
     k, p = top_k[slots].double(), top_p[slots].double()
@@ -101,47 +92,3 @@ def _edge(logits: torch.Tensor, below: torch.Tensor, units: torch.Tensor, wanted
     of_value = of_value.gather(1, order)
     kept = (above + of_value.cumsum(dim=1) - of_value < wanted).sum(dim=1, keepdim=True)
     return values.gather(1, (kept - 1).clamp(min=0))
-
-
-# --- kernel -----------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _remove_kernel(
-    logits_ptr,
-    logits_stride,
-    threshold_ptr,
-    row_slots_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    reach_ptr,
-    vocab_size,
-    HAS_REACH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(row_slots_ptr + row).to(tl.int64)
-    _k, _p, _reach, is_on = _limits(slot, top_k_ptr, top_p_ptr, reach_ptr, vocab_size, HAS_REACH)
-    if is_on == 0:
-        return
-    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = token < vocab_size
-    target = logits_ptr + row * logits_stride + token
-    logits = tl.load(target, mask=inside, other=0.0)
-    removed = (logits >= tl.load(threshold_ptr + row)) == 0  # true for NaN
-    tl.store(target, tl.full([BLOCK], float("-inf"), tl.float32), mask=inside & removed)
-
-
-def apply_top_k_top_p_triton(
-    logits: torch.Tensor, row_slots: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
-) -> None:
-    """Do what `apply_top_k_top_p` does, by a search in each row and a pass that removes; never synchronises."""
-    num_rows, vocab = logits.shape
-    if not logits.numel():
-        return
-    stats = RowStats.empty(num_rows, vocab, logits.device)
-    of_row, limits = (logits, logits.stride(0)), (row_slots, top_k, top_p, None, vocab)
-    grid = (num_rows, stats.sums.shape[1])
-    _stats_kernel[grid](*stats, *of_row, *limits, stats.tops.shape[1], HAS_REACH=False, BLOCK=BLOCK, SUB=SUB)
-    threshold = row_thresholds(stats, logits, row_slots, top_k, top_p)
-    _remove_kernel[grid](*of_row, threshold, *limits, HAS_REACH=False, BLOCK=BLOCK)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from specgen.kernels.float8_linear import MAX_ROWS, float8_linear, quantize_rows
+from specgen.kernels.sample_tokens import expand_logits
 from specgen.models.deepseek_v3 import MoE
 from specgen.models.families import DraftModel, TargetModel
 from specgen.models.layers import Head, Linear
@@ -62,7 +63,7 @@ class Float8Linear(nn.Module):
 
 
 class CutHead(nn.Module):
-    """A head over the lowest token ids and a few others; the logits of the rest are -inf."""
+    """A head over the lowest token ids and a few others, `extra_ids [E] int32`, rising."""
 
     extra_ids: torch.Tensor
 
@@ -74,15 +75,18 @@ class CutHead(nn.Module):
         self.register_buffer("extra_ids", extra_ids, persistent=False)
         self.vocab_size = vocab_size
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[N, H] -> [N, vocab] float32`."""
-        lowest = self.lowest(hidden)
-        shape = (hidden.shape[0], self.vocab_size)
-        logits = torch.full(shape, -torch.inf, dtype=torch.float32, device=hidden.device)
-        logits[:, : lowest.shape[1]] = lowest
+    def forward(self, hidden: torch.Tensor, whole: bool = True) -> torch.Tensor:
+        """`[N, H] -> [N, vocab] float32`, -inf for tokens that it leaves out; without `whole` those of the lowest ids
+        and then of `extra_ids` alone.
+        """
+        logits: torch.Tensor = self.lowest(hidden)
         if self.extra is not None:
-            logits[:, self.extra_ids] = self.extra(hidden)
-        return logits
+            lowest, extra = logits, self.extra(hidden)
+            width = lowest.shape[1] + extra.shape[1]
+            # rows begin at multiples of 64 bytes, so that several logits are read at a time
+            logits = lowest.new_empty(lowest.shape[0], -(-width // 16) * 16)[:, :width]
+            torch.cat([lowest, extra], dim=1, out=logits)
+        return expand_logits(logits, self.extra_ids, self.vocab_size) if whole else logits
 
 
 def cheapen(mtp: DraftModel, target: TargetModel, options: CheapDrafts) -> None:
@@ -113,7 +117,7 @@ def _cheap_head(head: Any, is_shared: bool, options: CheapDrafts) -> nn.Module:
     if kept == vocab_size:
         return linear if options.float8 else head
     extra_ids = sorted({i for i in options.extra_ids if kept <= i < vocab_size})
-    rows = torch.tensor(extra_ids, dtype=torch.int64, device=weight.device)
+    rows = torch.tensor(extra_ids, dtype=torch.int32, device=weight.device)
     return CutHead(linear, _head_over(weight[rows]) if extra_ids else None, rows, vocab_size)
 
 

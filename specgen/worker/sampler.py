@@ -77,9 +77,11 @@ class Sampler:
         *,
         keep: bool = True,
         sharpness: float = 1.0,
+        extra_ids: torch.Tensor | None = None,
     ) -> Sampled:
         """The tokens of `logits [N, V] float32`, which become the processed ones, divided by the temperature; without
-        `keep`, they are spoilt, which is quicker. `sharpness`: what the draw multiplies them with.
+        `keep`, they are spoilt, which is quicker. `sharpness`: what the draw multiplies them with. `extra_ids`: of a
+        cut vocabulary, see `sample_tokens`.
         """
         needs, tables = rows.needs, self._tables
         if noise is Noise.DRAFT:
@@ -95,4 +97,4 @@ class Sampler:
             typical_p=needs.typical_p,
             keep=keep,
         )
-        return sample_tokens(logits, LogitsRows(*rows[:5]), tables, wanted, sharpness)
+        return sample_tokens(logits, LogitsRows(*rows[:5]), tables, wanted, sharpness, extra_ids)

@@ -21,6 +21,8 @@ from typing import Protocol
 import torch
 
 from specgen.kernels.draft_inputs import DraftPrefill, prepare_draft_decode, prepare_draft_prefill
+from specgen.kernels.sample_tokens import expand_logits
+from specgen.models.cheap_drafts import CutHead
 from specgen.models.families import DraftModel
 from specgen.worker.input_batch import InputBatch, ProcessorNeeds
 from specgen.worker.sampler import Noise, Sampler, SamplingRows
@@ -125,8 +127,7 @@ class MTPSpeculator:
             if step > 0:
                 previous = self._decode_pass(step, batch, first.base_positions, drafts, last, previous)
             rows = previous[:, -1] if previous is not None else last[0]
-            logits = self.sampler.cap(self.mtp.compute_logits(step % self.mtp.num_layers, rows))
-            drafts[:, step] = self._sample(logits, batch, first.base_positions, drafts, step)
+            drafts[:, step] = self._sample(rows, batch, first.base_positions, drafts, step)
         s.draft_tokens[batch.idx_mapping.long()] = drafts  # -1 is the row that belongs to nobody
 
     def _first_pass(
@@ -190,14 +191,28 @@ class MTPSpeculator:
         out = self.mtp(layer, inputs.input_ids, hidden.flatten(0, 1), context, self.kv_caches[layer])
         return out.unflatten(0, (num_reqs, width))
 
+    def _logits(self, layer: int, hidden: torch.Tensor, has_rules: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The logits that layer `layer` gives rows `[N, H]`, and of a cut vocabulary the ids of the last columns.
+
+        `[N, vocab] float32`; `[N, C]` of a cut one, unless rules act on it, which go by ids alone.
+        """
+        head = self.mtp.heads[layer]
+        if not isinstance(head, CutHead):
+            return self.sampler.cap(self.mtp.compute_logits(layer, hidden)), None
+        logits = self.sampler.cap(head(hidden, whole=False))
+        if has_rules:
+            return expand_logits(logits, head.extra_ids, head.vocab_size), None
+        return logits, head.extra_ids
+
     def _sample(
-        self, logits: torch.Tensor, batch: InputBatch, base_positions: torch.Tensor, drafts: torch.Tensor, step: int
+        self, hidden: torch.Tensor, batch: InputBatch, base_positions: torch.Tensor, drafts: torch.Tensor, step: int
     ) -> torch.Tensor:
-        """Draft `step` of each row, as `drafting` says: as a rule with the noise that the target will use there."""
+        """Draft `step` of each row `[B, H]`, as `drafting` says: as a rule with the noise that the target will use."""
         num_reqs, width = drafts.shape
         needs = batch.needs
         if not self.drafting.processors:
             needs = ProcessorNeeds(penalties=False, filters=False, noise=needs.noise)
+        logits, extra_ids = self._logits(step % self.mtp.num_layers, hidden, needs.rules)
         start = self._arange[:num_reqs] * width
         rows = SamplingRows(
             row_slots=batch.idx_mapping,
@@ -209,9 +224,14 @@ class MTPSpeculator:
         )
         keep = self.states.draft_logits.shape[0] > 0 and needs.noise
         sharpness = self.drafting.sharpness if self.drafting.noise is Noise.SHARED else 1.0
-        sampled = self.sampler.sample(logits, rows, self.drafting.noise, keep=keep, sharpness=sharpness).token_ids
+        sampled = self.sampler.sample(
+            logits, rows, self.drafting.noise, keep=keep, sharpness=sharpness, extra_ids=extra_ids
+        ).token_ids
         if keep:
-            self.states.draft_logits[batch.idx_mapping.long(), step] = logits
+            kept = self.states.draft_logits
+            if extra_ids is not None:
+                logits = expand_logits(logits, extra_ids, kept.shape[-1])
+            kept[batch.idx_mapping.long(), step] = logits
         return sampled
 
 

@@ -218,10 +218,17 @@ def test_by_ratio_the_ratio_is_of_what_was_drawn_from(tiny: Path, monkeypatch: p
     """U12: the draft distribution that is kept is bit for bit the one that the draft layer's tokens were drawn from."""
     harness = Harness(tiny, k=2, by_ratio=True)
     states, drafter = harness.worker.states, harness.worker.runner.drafter
-    inner, compared = drafter._sample, []
+    draw, inner, compared = drafter.sampler.sample, drafter._sample, []
+    drawn_from: list[torch.Tensor] = []
 
-    def sample(logits: Any, batch: Any, *rest: Any) -> Any:
-        drafts = inner(logits, batch, *rest)  # `logits` are the processed ones now
+    def drawing(logits: Any, *rest: Any, **options: Any) -> Any:
+        sampled = draw(logits, *rest, **options)
+        drawn_from[:] = [logits]  # the processed ones now
+        return sampled
+
+    def sample(hidden: Any, batch: Any, *rest: Any) -> Any:
+        drafts = inner(hidden, batch, *rest)
+        (logits,) = drawn_from
         slots, step = batch.idx_mapping.long(), rest[-1]
         assert torch.equal(states.draft_logits[slots, step], logits)
         again = gumbel_sample(
@@ -231,6 +238,7 @@ def test_by_ratio_the_ratio_is_of_what_was_drawn_from(tiny: Path, monkeypatch: p
         compared.append(len(slots))
         return drafts
 
+    monkeypatch.setattr(drafter.sampler, "sample", drawing)
     monkeypatch.setattr(drafter, "_sample", sample)
     params = SamplingParams(temperature=0.7, top_p=0.9, repetition_penalty=1.3, max_tokens=6)
     harness.run([Row([i, 3], params, seed=i) for i in range(5)])

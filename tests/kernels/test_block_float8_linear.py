@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from specgen.kernels import block_float8_linear as module
 from specgen.kernels.block_float8_linear import (
     block_float8_linear,
     block_float8_linear_torch,
@@ -44,11 +45,13 @@ def test_a_row_alone_is_the_row_in_company(threads: int, row_subsets: Callable[[
         assert torch.equal(block_float8_linear(x[rows], values, scale), whole[rows])
 
 
-def test_a_row_is_the_same_among_any_number_of_rows(kernel_device: str) -> None:
+def test_a_row_is_the_same_among_any_number_of_rows(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, values, scale = arguments(70, 200, 40, kernel_device)
     if kernel_device == "cuda":
         x, values, scale = arguments(300, 1024, 512, kernel_device)
         x = x.bfloat16()
+    else:  # numpy's products, which the interpreter takes, depend on their shape
+        monkeypatch.setattr(module, "_TILES", {64: (64, 4, 4)})
     whole = block_float8_linear_triton(x, values, scale)
     for rows in (slice(0, 1), slice(3, 20), slice(5, 69), slice(1, 70)):
         assert torch.equal(block_float8_linear_triton(x[rows], values, scale), whole[rows])

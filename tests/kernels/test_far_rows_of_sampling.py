@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specgen.engine.scheduler import NewRow
-from specgen.kernels import logprobs, nan_rows, no_repeat_ngram, ratio, softcap, typical_p
+from specgen.kernels import _filter_rows, logprobs, no_repeat_ngram, ratio, softcap
 from specgen.kernels.sample_tokens import LogitsRows, SamplingTables, Wanted, sample_tokens_torch, sample_tokens_triton
 from specgen.sampling_params import SamplingParams
 from specgen.worker.states import RequestStates
@@ -29,13 +29,6 @@ def logits_of() -> torch.Tensor:
 def in_place(op: str) -> tuple[Any, Any, tuple[Any, ...], dict[str, Any]]:
     """Kernel, twin and arguments behind the logits, of an op that works in place."""
     slots = int32(0, 1, 2)
-    if op == "typical_p":
-        return (
-            typical_p.apply_typical_p_triton,
-            typical_p.apply_typical_p_torch,
-            (slots, torch.tensor([0.5, 0.9, 0.7])),
-            {},
-        )
     if op == "softcap":
         return softcap.softcap_triton, softcap.softcap_torch, (5.0,), {}
     spec = (slots, torch.tensor([4, 5, 4]), int32(0, 0, 0), int32(0, 2, 3))
@@ -48,7 +41,7 @@ def in_place(op: str) -> tuple[Any, Any, tuple[Any, ...], dict[str, Any]]:
     )
 
 
-@pytest.mark.parametrize("op", ["typical_p", "softcap", "no_repeat_ngram"])
+@pytest.mark.parametrize("op", ["softcap", "no_repeat_ngram"])
 def test_in_place(kernel_device: str, far_rows: Far, op: str) -> None:
     kernel, twin, args, state = in_place(op)
     want = logits_of()
@@ -60,13 +53,10 @@ def test_in_place(kernel_device: str, far_rows: Far, op: str) -> None:
     assert not torch.equal(want[-1], logits_of()[-1])
 
 
-def test_logprobs_and_nan_rows(kernel_device: str, far_rows: Far) -> None:
+def test_logprobs(kernel_device: str, far_rows: Far) -> None:
     logits = logits_of()
-    logits[2, 5] = torch.nan
-    far = far_rows(logits)
-    assert nan_rows.nan_rows_triton(far).tolist() == [False, False, True]
     logits[2, 5] = 40.0
-    far[2, 5] = 40.0
+    far = far_rows(logits)
     args = (int32(0, 1, 2), torch.tensor([1, 2, 5]), int32(2, 2, 2))
     got, want = logprobs.Logprobs.empty(ROWS, far.device), logprobs.Logprobs.empty(ROWS, logits.device)
     logprobs.gather_logprobs_triton(far, *(arg.to(kernel_device) for arg in args), got)
@@ -92,19 +82,35 @@ def test_ratio(kernel_device: str, far_rows: Far) -> None:
     assert got.tolist() == ratio.ratio_sample_torch(logits, *args).tolist()
 
 
-def test_all_in_one(kernel_device: str, far_rows: Far) -> None:
+@pytest.mark.parametrize("room", [_filter_rows._MAX_COLLECTED, 8])
+def test_all_in_one(kernel_device: str, far_rows: Far, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for all of a row, and for so few that rows are searched."""
+    monkeypatch.setattr(_filter_rows, "_MAX_COLLECTED", room)
+    monkeypatch.setattr(_filter_rows, "_SAMPLE", 128)
     params = SamplingParams(
-        temperature=0.8, top_k=30, top_p=0.9, repetition_penalty=1.3, logit_bias=((3, 4.0),), min_tokens=50
+        temperature=0.8,
+        top_k=30,
+        top_p=0.9,
+        typical_p=0.8,
+        repetition_penalty=1.3,
+        logit_bias=((3, 4.0),),
+        min_tokens=50,
     )
     states = RequestStates(2, 32, VOCAB, 2, 4, torch.device("cpu"))
     states.add([NewRow(i, [3, 4, 5 + i], 1, params, 70 + i, 0, 0) for i in range(2)])
     tables = SamplingTables(*(getattr(states, name) for name in SamplingTables._fields))
     rows = LogitsRows(int32(0, 0, 1), torch.tensor([2, 3, 2]), torch.tensor([3, 6, 3]), int32(1, 1, 3), int32(0, 1, 0))
-    wanted = Wanted(rules=True, penalties=True, noise=True, filters=True, keep=True)
+    wanted = Wanted(rules=True, penalties=True, noise=True, filters=True, typical_p=True, keep=True)
     logits = logits_of()
+    logits[2, 9] = torch.nan
     far = far_rows(logits)
     want = sample_tokens_torch(logits, rows, tables, wanted)
     moved = LogitsRows(*(x.to(kernel_device) for x in rows)), SamplingTables(*(x.to(kernel_device) for x in tables))
-    got = sample_tokens_triton(far, *moved, wanted)
-    assert got.token_ids.tolist() == want.token_ids.tolist()
+    moved = moved[0], moved[1]._replace(output_counts=far_rows(tables.output_counts))
+    before = far.clone()
+    for keep in (False, True):
+        far.copy_(before)
+        got = sample_tokens_triton(far, *moved, wanted._replace(keep=keep))
+        assert got.token_ids.tolist() == want.token_ids.tolist()
+        assert got.has_nan.tolist() == [False, False, True]
     torch.testing.assert_close(far.cpu(), logits, rtol=1e-6, atol=1e-6)

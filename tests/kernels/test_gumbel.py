@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from specgen.kernels import _draw
+from specgen.kernels._draw import _gumbel_of
 from specgen.kernels._triton import tl, triton
-from specgen.kernels.gumbel import _gumbel_of, gumbel_noise, gumbel_sample, gumbel_sample_torch, gumbel_sample_triton
+from specgen.kernels.gumbel import gumbel_noise, gumbel_sample, gumbel_sample_torch, gumbel_sample_triton
 
 # Worst case: float32 rounding of u near g = -3 and of g near 22 (half an ulp is 1e-6), and a logarithm's last bits.
 NOISE_TOLERANCE = 4e-6
@@ -152,10 +154,22 @@ def test_kernel_noise_agrees(kernel_device: str) -> None:
     torch.testing.assert_close(noise.cpu(), gumbel_noise(seeds, positions, 8191), rtol=0, atol=NOISE_TOLERANCE)
 
 
+# Many rows share a GPU by few programs, each of which goes through several blocks of a row: as if there were many.
 @pytest.mark.parametrize(
-    ("num_rows", "vocab", "scale"), [(13, 1531, 3.0), (3, 5, 1.0), (1, 1024, 0.0), (2, 151_936, 2.0)]
+    ("num_rows", "vocab", "scale", "programs"),
+    [
+        (13, 1531, 3.0, 8192),
+        (3, 5, 1.0, 8192),
+        (1, 1024, 0.0, 8192),
+        (13, 1531, 3.0, 1),
+        (7, 9001, 1.0, 1),
+        (1, 151_936, 2.0, 1),
+    ],
 )
-def test_kernel_picks_what_the_twin_picks(kernel_device: str, num_rows: int, vocab: int, scale: float) -> None:
+def test_kernel_picks_what_the_twin_picks(
+    kernel_device: str, num_rows: int, vocab: int, scale: float, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_draw, "_PROGRAMS", programs)
     inputs = make_inputs(num_rows, vocab, scale)
     inputs[0][:, vocab // 2 : vocab // 2 + 2] = torch.tensor([torch.nan, -torch.inf])
     got = gumbel_sample_triton(*(x.to(kernel_device) for x in inputs)).cpu()

@@ -159,11 +159,11 @@ def test_half_precision(op: Op, device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="tensor-core arithmetic and graphs are meant")
-@pytest.mark.parametrize(("heads", "block_size"), [(16, 64), (16, 16), (128, 64)])
+@pytest.mark.parametrize(("heads", "block_size", "key_start"), [(16, 64, 0), (16, 64, 1), (16, 16, 0), (128, 64, 0)])
 def test_law_on_the_gpu_in_bfloat16_also_from_a_graph(
-    heads: int, block_size: int, monkeypatch: pytest.MonkeyPatch
+    heads: int, block_size: int, key_start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole and the wide form, chunks, verification and single tokens give a row the same bits."""
+    """All forms, chunks, verification and single tokens give a row the same bits."""
     model = Model(heads=heads, rank=512, rope=64, block_size=block_size)
     parts = [Part(1, 139, 139), Part(0, 150, 4), Part(2, 77, 1)]
 
@@ -172,16 +172,19 @@ def test_law_on_the_gpu_in_bfloat16_also_from_a_graph(
 
     monkeypatch.setattr(module, "_SPLIT_KEYS", 64)
     monkeypatch.setattr(module, "_WIDE_TILES", 0)
-    whole = model.run(in_half, "cuda", parts)
-    monkeypatch.setattr(module, "_WIDE_TILES", 10**6)
-    for key, row in model.run(in_half, "cuda", parts).items():
-        assert torch.equal(row, whole[key]), key
+    with monkeypatch.context() as only_whole:
+        only_whole.setattr(module, "_hopper_blocks", lambda *_: None)
+        whole = model.run(in_half, "cuda", parts, 0, key_start)
+    for wide_tiles in (0, 10**6):  # 0: on Hopper its own form, where it applies
+        monkeypatch.setattr(module, "_WIDE_TILES", wide_tiles)
+        for key, row in model.run(in_half, "cuda", parts, 0, key_start).items():
+            assert torch.equal(row, whole[key]), key
     monkeypatch.setattr(module, "_WIDE_TILES", 20)
     for size, step in [(1, 3), (4, 3), (37, 17)]:
         for end in range(size, 140, step):
-            for key, row in model.run(in_half, "cuda", [Part(1, end, size)]).items():
+            for key, row in model.run(in_half, "cuda", [Part(1, end, size)], 0, key_start).items():
                 assert torch.equal(row, whole[key]), (size, key)
-    args = model.args(parts[1:], 0, 0, model.cache(parts), "cuda")
+    args = model.args(parts[1:], 0, key_start, model.cache(parts, key_start), "cuda")
     args[:2] = [args[0].bfloat16(), args[1].bfloat16()]
     want = mla_attention_triton(*args)
     graph = torch.cuda.CUDAGraph()

@@ -12,7 +12,7 @@ from specgen.kernels.moe_experts import (
     ExpertRows,
     ExpertScales,
     moe_experts,
-    moe_experts_grouped,
+    moe_experts_sorted,
     moe_experts_torch,
     moe_experts_triton,
 )
@@ -159,12 +159,12 @@ def test_law_on_the_gpu_in_bfloat16_also_from_a_graph() -> None:
     x, ids, w13, w2 = _case(2500, 2048, 1408, 64, 6, num_shared=2)
     x, ids, w13, w2 = x.cuda().bfloat16(), ids.cuda(), w13.cuda().bfloat16(), w2.cuda().bfloat16()
     whole = _by_choice(moe_experts_triton(x, ids, w13, w2, 2), ids)
-    assert torch.equal(_by_choice(moe_experts_grouped(x, ids, w13, w2), ids), whole)
+    assert torch.equal(_by_choice(moe_experts_sorted(x, ids, w13, w2), ids), whole)
     for size in (1, 2, 4, 16, 17, 64, 129, 300, 700, 800, 1400):
         rows = torch.randperm(2500)[:size].cuda()
         got = _by_choice(moe_experts(x[rows], ids[rows], w13, w2, 2), ids[rows])
         assert torch.equal(got, whole[rows]), size
-    for run in (lambda: moe_experts_triton(x, ids, w13, w2, 2), lambda: moe_experts_grouped(x, ids, w13, w2)):
+    for run in (lambda: moe_experts_triton(x, ids, w13, w2, 2), lambda: moe_experts_sorted(x, ids, w13, w2)):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = run()
@@ -193,17 +193,6 @@ def test_float8_weights_on_the_gpu_also_from_a_graph() -> None:
         again.rows.fill_(torch.nan)
         graph.replay()
         assert torch.equal(again.rows, out.rows), size
-
-
-def test_sorting_gives_order_ends_and_places(kernel_device: str) -> None:
-    ids = torch.tensor([[2, 0], [0, 3], [2, 0]], dtype=torch.int32, device=kernel_device)
-    order, places = torch.full((6,), -7, dtype=torch.int32, device=kernel_device), torch.full_like(ids, -7)
-    ends = torch.full((4,), -7, dtype=torch.int32, device=kernel_device)
-    options = {"ROWS": 1, "SCAN": 16, "EXPERTS": 4, "SORTED": True, "PDL": False}
-    module.place_kernel[(5,)](ids, ends, order, places, 6, 0, 4, 0, **options)
-    assert order.tolist() == [1, 2, 5, 0, 4, 3]
-    assert ends.tolist() == [3, 3, 5, 6]
-    assert places.tolist() == [[3, 0], [1, 5], [4, 2]]
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -2,14 +2,13 @@
 
 import torch
 
-from specgen.kernels.nan_rows import nan_rows, nan_rows_torch, nan_rows_triton
+from specgen.kernels.nan_rows import nan_rows
 
 
-def test_found_wherever_it_is(kernel_device: str) -> None:
+def test_found_wherever_it_is() -> None:
     logits = torch.randn(9, 9001, generator=torch.Generator().manual_seed(0))
     logits[:, 1], logits[:, 2] = torch.inf, -torch.inf
     for row, column in ((0, 0), (2, 9000), (3, 8192), (7, 5)):
         logits[row, column] = torch.nan
     want = [True, False, True, True, False, False, False, True, False]
-    assert nan_rows(logits).tolist() == nan_rows_torch(logits).tolist() == want
-    assert nan_rows_triton(logits.to(kernel_device)).tolist() == want
+    assert nan_rows(logits).tolist() == want

@@ -1,0 +1,76 @@
+"""Sorting by hand, and products of sorted rows against a plain loop."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from specgen.kernels import _sorted_experts as module
+from specgen.kernels._sorted_experts import sort_pairs, sorted_products
+
+# The interpreter's dot multiplies bfloat16's bits; float16 stands in for it there.
+HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks so small that there are several of each kind."""
+    monkeypatch.setattr(module, "_ROWS", 16)
+    monkeypatch.setattr(module, "_CHUNK", 16)
+    monkeypatch.setattr(module, "_GATED", (16, 16, 2))
+    monkeypatch.setattr(module, "_DOWN", (32, 16, 2))
+
+
+def test_tokens_places_and_tiles_by_hand(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_ROWS", 2)
+    monkeypatch.setattr(module, "_CHUNK", 4)  # the second of two chunks isn't full
+    ids = torch.tensor([[2, 0], [0, 3], [2, 0]], dtype=torch.int32, device=kernel_device)
+    pairs = sort_pairs(ids, 5)
+    assert pairs.tokens.tolist() == [0, 1, 2, 0, 2, 1]
+    assert pairs.places.tolist() == [3, 0, 1, 5, 4, 2]
+    assert pairs.num_tiles.tolist() == [4]
+    assert pairs.tiles[:, :4].T.tolist() == [[0, 0, 2], [0, 2, 3], [2, 3, 5], [3, 5, 6]]
+
+
+@pytest.mark.parametrize("favourite", [0.0, 9.0])
+@pytest.mark.parametrize(("num_tokens", "top_k", "num_experts"), [(1, 1, 1), (7, 3, 4), (150, 2, 6), (2100, 4, 64)])
+def test_every_pair_has_its_place(
+    kernel_device: str, monkeypatch: pytest.MonkeyPatch, num_tokens: int, top_k: int, num_experts: int, favourite: float
+) -> None:
+    monkeypatch.setattr(module, "_ROWS", 16)
+    monkeypatch.setattr(module, "_CHUNK", 2048 if num_experts == 64 else 64)
+    torch.manual_seed(num_tokens)
+    scores = torch.rand(num_tokens, num_experts)
+    scores[:, -1] += favourite
+    ids = scores.topk(top_k).indices.int()
+    pairs = sort_pairs(ids.to(kernel_device), num_experts)
+    order = ids.flatten().sort(stable=True).indices
+    assert pairs.tokens.tolist() == (order // top_k).tolist()
+    assert pairs.places[order.to(kernel_device)].tolist() == list(range(len(order)))
+    expected, row = [], 0
+    for expert, count in enumerate(ids.flatten().bincount(minlength=num_experts).tolist()):
+        expected += [[expert, first, min(first + 16, row + count)] for first in range(row, row + count, 16)]
+        row += count
+    assert pairs.num_tiles.item() == len(expected) <= pairs.tiles.shape[1]
+    assert pairs.tiles[:, : len(expected)].T.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "hidden", "inner", "experts", "top_k"), [(37, 48, 40, 5, 2), (1, 16, 8, 3, 1), (70, 24, 72, 3, 3)]
+)
+def test_products(
+    kernel_device: str, small: None, num_tokens: int, hidden: int, inner: int, experts: int, top_k: int
+) -> None:
+    torch.manual_seed(0)
+    ids = torch.rand(num_tokens, experts).topk(top_k).indices.int()
+    x = torch.randn(num_tokens, hidden).to(HALF)
+    w13 = (torch.randn(experts, 2 * inner, hidden) / hidden**0.5).to(HALF)
+    w2 = (torch.randn(experts, hidden, inner) / inner**0.5).to(HALF)
+    pairs = sort_pairs(ids.to(kernel_device), experts)
+    out = sorted_products(x.to(kernel_device), pairs, w13.to(kernel_device), w2.to(kernel_device))
+    got = out[pairs.places.long()].cpu().float().view(num_tokens, top_k, hidden)
+    for token in range(num_tokens):
+        for j, expert in enumerate(ids[token].tolist()):
+            gate, up = (w13[expert].double() @ x[token].double()).chunk(2)
+            want = (w2[expert].double() @ (F.silu(gate) * up)).float()
+            # Gate, up, their product and the second product are each rounded.
+            torch.testing.assert_close(got[token, j], want, rtol=2**-5, atol=2**-5)
