@@ -24,7 +24,7 @@ from specgen.kernels.float8_linear import FLOAT8
 _TILE_ROWS = 32
 _STEP_KEYS = 64
 _SPLIT_KEYS = 256
-_STAGES = 5  # block numbers are loaded, then keys: two of each are on their way
+_STAGES = 3
 _STAGES_OVER_FLOAT8 = 2  # registers hold the widened keys, and a third stage spills
 _MANY_PROGRAMS = 264  # so many tiles fill the device (twice 132 processors) without a program a split
 _SCRATCH_BYTES = 256 << 20  # partial results held at once; a longer step loops over its splits

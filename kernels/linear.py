@@ -15,13 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from specgen.kernels._checks import check, check_same_device
-from specgen.kernels._triton import ask_for, pdl, tl, triton, wait_for_inputs
-
-# Up to so many rows and bytes of weights, on CUDA: a product that asks for its weights while the kernel before it runs.
-FEW_ROWS = 16
-_FEW_BYTES = 20 << 20
-# A tile of the own product: columns, inner columns a step in half precision, warps, stages.
-_TILE = (16, 256, 4, 4)
+from specgen.kernels._triton import pdl, tl, triton, wait_for_inputs
 
 ROW_MULTIPLE = 16
 MAX_ROWS = 256  # more rows go in several calls, so that the self-test sees every row count that is ever used
@@ -43,11 +37,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     check_same_device(x=x, weight=weight)
     if not x.is_cuda:
         return linear_torch(x, weight)
-    if x.dtype == torch.float32:
-        return linear_triton(x, weight, x.dtype)
-    if _takes_few_rows(x, weight):
-        return linear_triton(x, weight, x.dtype)
-    return F.linear(x, weight)
+    return linear_triton(x, weight) if x.dtype == torch.float32 else F.linear(x, weight)
 
 
 def linear_torch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -57,87 +47,37 @@ def linear_torch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(
-    x_ptr, weight_ptr, out_ptr, num_rows, num_columns, x_stride, x_head_stride, out_stride, out_head_stride,
-    inner: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_INNER: tl.constexpr,
-    LINES: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, weight_ptr, out_ptr, num_rows, num_columns, x_stride, inner: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_INNER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(2).to(tl.int64)
+    wait_for_inputs(PDL)
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     columns = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    weight_rows = weight_ptr + (head * num_columns + columns) * inner
-    if PDL:  # weights are older than the kernel before this one
-        in_line: tl.constexpr = 128 // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
-        line = tl.minimum(tl.arange(0, LINES) * in_line, inner - 1)
-        last = weight_ptr + (head * num_columns + num_columns - 1) * inner
-        ask_for(tl.where(columns < num_columns, weight_rows, last)[:, None] + line[None, :])
-    wait_for_inputs(PDL)
-    x_rows = x_ptr + head * x_head_stride + rows.to(tl.int64) * x_stride
     acc = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
     for start in range(0, inner, BLOCK_INNER):
         k = start + tl.arange(0, BLOCK_INNER)
-        x = tl.load(x_rows[:, None] + k[None, :], mask=(rows < num_rows)[:, None] & (k < inner)[None, :], other=0.0)
+        x_mask = (rows[:, None] < num_rows) & (k[None, :] < inner)
+        x = tl.load(x_ptr + rows[:, None].to(tl.int64) * x_stride + k[None, :], mask=x_mask, other=0.0)
         w_mask = (columns[None, :] < num_columns) & (k[:, None] < inner)
-        w = tl.load(weight_rows[None, :] + k[:, None], mask=w_mask, other=0.0)
+        w = tl.load(weight_ptr + columns[None, :].to(tl.int64) * inner + k[:, None], mask=w_mask, other=0.0)
         acc = tl.dot(x, w, acc, input_precision="ieee")
-    target = out_ptr + head * out_head_stride + rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
     out_mask = (rows[:, None] < num_rows) & (columns[None, :] < num_columns)
-    tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
+    tl.store(out_ptr + rows[:, None].to(tl.int64) * num_columns + columns[None, :], acc, mask=out_mask)
 
 
-def linear_triton(x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return x @ weight.T in `out_dtype`, by a fixed tile and one order of the inner sum."""
-    out = torch.empty(len(x), len(weight), dtype=out_dtype, device=x.device)
-    return batched_linear_triton(x[:, None], weight.contiguous()[None], out[:, None])[:, 0]
-
-
-def batched_linear_triton(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Return `out [T, H, N]`, filled with x[:, h] @ weight[h].T as `linear_triton` does it."""
-    (num_rows, num_heads, inner), num_columns = x.shape, weight.shape[1]
+def linear_triton(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return what `linear_float32` returns, by a fixed tile and one order of the inner sum."""
+    weight = weight.contiguous()
+    num_rows, num_columns = x.shape[0], weight.shape[0]
+    out = torch.empty(num_rows, num_columns, dtype=torch.float32, device=x.device)
+    is_half = x.dtype.itemsize == 2
+    grid = (triton.cdiv(num_rows, 16), triton.cdiv(num_columns, 16))
     if num_rows:
-        columns, step, warps, stages = _TILE
-        step = min(step if x.itemsize == 2 else step // 2, max(16, triton.next_power_of_2(inner)))
-        _linear_kernel[(triton.cdiv(num_rows, 16), triton.cdiv(num_columns, columns), num_heads)](
-            x, weight, out, num_rows, num_columns, *x.stride()[:2], *out.stride()[:2], inner, BLOCK_ROWS=16,
-            BLOCK_COLUMNS=columns, BLOCK_INNER=step, LINES=triton.next_power_of_2(triton.cdiv(inner * x.itemsize, 128)),
-            num_warps=warps, num_stages=stages, **pdl(),
+        _linear_kernel[grid](
+            x, weight, out, num_rows, num_columns, x.stride(0), weight.shape[1], BLOCK_ROWS=16, BLOCK_COLUMNS=16,
+            BLOCK_INNER=256 if is_half else 128, num_warps=4, num_stages=4, **pdl(),
         )  # fmt: skip
     return out
-
-
-def _takes_few_rows(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> bool:
-    is_small = len(x) <= FEW_ROWS and weight.nbytes <= _FEW_BYTES and x.dtype != torch.float32
-    fits = is_small and x.stride(-1) == 1 and weight.is_contiguous() and (out is None or out.stride(-1) == 1)
-    return fits and _few_rows_agree(
-        tuple(weight.shape), x.stride(), None if out is None else out.stride(), x.dtype, x.device
-    )
-
-
-@functools.cache
-def _few_rows_agree(
-    weight_shape: tuple[int, ...],
-    x_strides: tuple[int, ...],
-    out_strides: tuple[int, ...] | None,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> bool:
-    """Whether the few rows' product gives cuBLAS' bits in this shape, which all larger numbers of rows get.
-
-    Strides too, since the library may choose its algorithm by them. `out_strides`: of heads' products, else None.
-    """
-    generator = torch.Generator(device).manual_seed(0)
-
-    def laid_out(*shape: int, strides: tuple[int, ...]) -> torch.Tensor:
-        return torch.empty_strided(shape, strides, dtype=dtype, device=device).normal_(generator=generator)
-
-    weight = torch.randn(weight_shape, generator=generator, device=device, dtype=dtype)
-    *heads, num_columns, inner = weight_shape
-    x = laid_out(FEW_ROWS + 1, *heads, inner, strides=x_strides)
-    if out_strides is None:
-        return torch.equal(linear_triton(x[:FEW_ROWS], weight, dtype), F.linear(x, weight)[:FEW_ROWS])
-    wanted, got = (laid_out(FEW_ROWS + 1, *heads, num_columns, strides=out_strides) for _ in range(2))
-    torch.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=wanted.transpose(0, 1))
-    batched_linear_triton(x[:FEW_ROWS], weight, got[:FEW_ROWS])
-    return torch.equal(got[:FEW_ROWS], wanted[:FEW_ROWS])
 
 
 def linear_float32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -178,8 +118,6 @@ def batched_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | No
         out = x.new_empty(x.shape[0], weight.shape[0], weight.shape[1])
     check("out", out, x.dtype, x.shape[0], weight.shape[0], weight.shape[1])
     check_same_device(x=x, weight=weight, out=out)
-    if x.is_cuda and _takes_few_rows(x, weight, out):
-        return batched_linear_triton(x, weight, out)
     if x.is_cuda:
         torch.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
         return out

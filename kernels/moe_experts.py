@@ -170,6 +170,12 @@ def _tile_height(num_pairs: int, num_experts: int) -> int:
     return next((height for height in _TILES if height * num_experts >= num_pairs), max(_TILES))
 
 
+def _tile(height: int, itemsize: int) -> tuple[int, int, bool, int, int]:
+    """Return what _TILES has for a height; wide numbers take half the inner step, so that the stages fit."""
+    columns, inner, by_tma, warps, stages = _TILES[height]
+    return columns, inner if itemsize <= 2 else max(16, inner // 2), by_tma, warps, stages
+
+
 def _run_few_tokens(
     x: torch.Tensor,
     ids: torch.Tensor,
@@ -188,7 +194,7 @@ def _run_few_tokens(
     num_routed = num_experts - num_shared
     num_tiles = num_shared + min(num_routed, num_tokens * (top_k - num_shared))
     rows = min(_TILES)
-    columns, step, _, warps, stages = _TILES[rows]
+    columns, step, _, warps, stages = _tile(rows, x.itemsize)
     scale13, scale2 = scales or (None, None)
     for source, weights, scale, target, num_columns, width, pairs_a_row in (
         (x, w13, scale13, activated, inner, hidden, top_k),
@@ -228,7 +234,7 @@ def _run_experts(
         ids, tile_expert, tile_pairs, num_pairs, first, last, max_tiles, ROWS=rows, EXPERTS=experts,
         **place_options(num_pairs), **pdl(),
     )  # fmt: skip
-    columns, step, by_tma, warps, stages = _TILES[rows]
+    columns, step, by_tma, warps, stages = _tile(rows, x.itemsize)
     grid = {"ROWS": rows, "COLUMNS": columns, "INNER": step, "num_warps": warps, "num_stages": stages, **pdl()}
     scale13, scale2 = scales or (None, None)
     for source, weights, scale, target, num_columns, width, pairs_a_row in (

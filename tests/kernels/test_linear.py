@@ -8,7 +8,6 @@ import torch
 from specgen.kernels import linear as linear_module
 from specgen.kernels.linear import (
     batched_linear,
-    batched_linear_triton,
     cpu_linear_mode,
     item_product,
     linear,
@@ -152,14 +151,3 @@ def test_the_law_on_the_gpu_in_bfloat16(columns: int, inner: int) -> None:
     for rows in [*range(1, 40), 48, 63, 64, 65, 96, 127, 128, 129, 200, 256, 300, 512, 777, 1024, 1500, 2047]:
         assert torch.equal(linear(x[:rows], weight), whole[:rows]), rows
         assert torch.equal(linear_logits(x[:rows], weight), logits[:rows]), rows
-
-
-@pytest.mark.parametrize(("num_rows", "inner"), [(1, 40), (19, 16), (3, 300)])
-def test_batched_kernel_is_the_product_of_strided_heads(kernel_device: str, num_rows: int, inner: int) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(num_rows, 3, inner + 5)[..., :inner]
-    weight = torch.randn(3, 21, inner)
-    out = torch.full((num_rows, 3, 30), torch.nan, device=kernel_device)
-    batched_linear_triton(x.to(kernel_device), weight.to(kernel_device), out[..., :21])
-    torch.testing.assert_close(out[..., :21].cpu(), torch.einsum("thk,hnk->thn", x, weight), rtol=1e-4, atol=1e-4)
-    assert out[..., 21:].isnan().all()
