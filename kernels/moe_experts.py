@@ -171,9 +171,9 @@ def _tile_height(num_pairs: int, num_experts: int) -> int:
 
 
 def _tile(height: int, itemsize: int) -> tuple[int, int, bool, int, int]:
-    """Return what _TILES has for a height; wide numbers take half the inner step, so that the stages fit."""
+    """Return what _TILES has for a height; of float32 two stages fit."""
     columns, inner, by_tma, warps, stages = _TILES[height]
-    return columns, inner if itemsize <= 2 else max(16, inner // 2), by_tma, warps, stages
+    return columns, inner, by_tma, warps, stages if itemsize <= 2 else 2
 
 
 def _run_few_tokens(
