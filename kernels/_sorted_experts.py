@@ -1,20 +1,20 @@
 """The experts for many tokens: rows sorted by expert, so that both operands of the products come in whole blocks.
 
-A program takes one tile after the other (rows of one expert, columns of its weight). Blocks are fetched by warps of
-their own while the others multiply, across the border of tiles, so that neither the reading of weights nor the end of a
-tile interrupts the products. Sums run over the inner dimension in order, as in `moe_experts`: the bits are the same.
+A program takes a tile (rows of one expert) and some columns of its weight; programs that run at once share either. On
+Hopper it takes one such item after the other (`_sorted_hopper`). Sums run over the inner dimension in order, as in
+`moe_experts`: the bits are the same.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
 
-from specgen.kernels._triton import descriptor, pdl, tl, triton, wait_for_inputs
+from specgen.kernels._sorted_hopper import product_hopper_kernel, store_layout
+from specgen.kernels._triton import descriptor, gl, is_hopper, pdl, tl, triton, wait_for_inputs
 
 # Columns, inner, stages of the gated product (of each of its two) and of the second one.
-_GATED = (128, 64, 3)
-_DOWN = (256, 64, 3)
+_GATED = (128, 64, 4)
+_DOWN = (256, 64, 4)
 _ROWS = 128
 _CHUNK = 2048  # pairs that one program counts, and sorts
 
@@ -30,16 +30,6 @@ class SortedPairs(NamedTuple):
     places: torch.Tensor
     tiles: torch.Tensor
     num_tiles: torch.Tensor
-
-
-@functools.cache
-def _num_programs() -> int:
-    return torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 3
-
-
-def _allocate(size: int, alignment: int, stream: int | None) -> torch.Tensor:
-    """Return memory for the descriptors that programs make."""
-    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def sort_pairs(ids: torch.Tensor, num_experts: int) -> SortedPairs:
@@ -69,17 +59,52 @@ def sorted_products(x: torch.Tensor, pairs: SortedPairs, w13: torch.Tensor, w2: 
     rows = x.index_select(0, pairs.tokens)
     activated = torch.empty(len(rows), w2.shape[2], dtype=x.dtype, device=x.device)
     out = torch.empty_like(rows)
-    triton.set_allocator(_allocate)
-    for source, weights, target, (columns, inner, stages) in (
-        (rows, w13, activated, _GATED),
-        (activated, w2, out, _DOWN),
-    ):
-        _product_kernel[(_num_programs(),)](
-            source, descriptor(weights.flatten(0, 1), [columns, inner]), target, pairs.tiles, pairs.num_tiles,
-            pairs.tiles.shape[1], len(source), target.shape[1], source.shape[1],
-            GATED=weights is w13, ROWS=_ROWS, COLUMNS=columns, INNER=inner, num_warps=4, num_stages=stages,
-        )  # fmt: skip
+    run = _run_hopper if x.is_cuda and is_hopper() else _run
+    run(rows, w13, activated, pairs, True, *_GATED)
+    run(activated, w2, out, pairs, False, *_DOWN)
     return out
+
+
+def _run(
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    out: torch.Tensor,
+    pairs: SortedPairs,
+    gated: bool,
+    columns: int,
+    inner: int,
+    stages: int,
+) -> None:
+    """Fill `out` by one product."""
+    max_tiles, num_columns = pairs.tiles.shape[1], out.shape[1]
+    _product_kernel[(max_tiles * triton.cdiv(num_columns, columns),)](
+        descriptor(rows, [_ROWS, inner]), descriptor(weights.flatten(0, 1), [columns, inner]), out, pairs.tiles,
+        pairs.num_tiles, max_tiles, num_columns, rows.shape[1], GATED=gated, ROWS=_ROWS, COLUMNS=columns, INNER=inner,
+        num_warps=8, num_stages=stages,
+    )  # fmt: skip
+
+
+def _run_hopper(
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    out: torch.Tensor,
+    pairs: SortedPairs,
+    gated: bool,
+    columns: int,
+    inner: int,
+    stages: int,
+) -> None:
+    """As `_run`."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = gl.NVMMASharedLayout(128, 16)
+    programs = torch.cuda.get_device_properties().multi_processor_count
+    product_hopper_kernel[(programs,)](
+        TensorDescriptor.from_tensor(rows, [_ROWS, inner], layout),
+        TensorDescriptor.from_tensor(weights.flatten(0, 1), [columns, inner], layout), out, pairs.tiles,
+        pairs.num_tiles, pairs.tiles.shape[1], out.shape[1], rows.shape[1], GATED=gated, ROWS=_ROWS, COLUMNS=columns,
+        INNER=inner, STAGES=stages, STORE=store_layout(_ROWS, columns), num_warps=8,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -146,15 +171,14 @@ def _sort_kernel(
             tl.store(num_tiles_ptr, first_tile + own_tiles)
 
 
-@triton.jit(do_not_specialize=["max_tiles", "num_rows"])
+@triton.jit(do_not_specialize=["max_tiles"])
 def _product_kernel(
-    rows_ptr,
+    rows,
     weights,
     out_ptr,
     tiles_ptr,
     num_tiles_ptr,
     max_tiles,
-    num_rows,
     num_columns,
     width,
     GATED: tl.constexpr,
@@ -164,21 +188,17 @@ def _product_kernel(
 ):
     """out[row] = weight[expert] @ rows[row]; gated: silu of the first half's rows times the second's.
 
-    weights: a descriptor, in blocks [COLUMNS, INNER]. A block may reach beyond its expert's rows or columns: what is
-    there is multiplied and not stored.
+    rows, weights: descriptors, in blocks [ROWS, INNER] and [COLUMNS, INNER]. A block may reach beyond its expert's rows
+    or columns: what is there is multiplied and not stored. Programs past the last tile return at once.
     """
-    # Made here: the compiler gives each of two groups of warps half of a tile's rows, and it can halve the blocks only
-    # of a descriptor that doesn't come from the host.
-    rows = tl.make_tensor_descriptor(rows_ptr, [num_rows, width], [width, 1], [ROWS, INNER])
+    tl.assume(width > 0)  # else the compiler provides for sums without a product, and products wait for each other
     columns = (num_columns + COLUMNS - 1) // COLUMNS
-    num_items = tl.load(num_tiles_ptr) * columns
-    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), warp_specialize=True):
-        tile = item // columns
-        first_column = (item % columns) * COLUMNS
-        expert = tl.load(tiles_ptr + tile)
+    tile = tl.program_id(0) // columns
+    first_column = (tl.program_id(0) % columns) * COLUMNS
+    if tile < tl.load(num_tiles_ptr):
         row = tl.load(tiles_ptr + max_tiles + tile)
         end = tl.load(tiles_ptr + 2 * max_tiles + tile)
-        block_row = expert * num_columns * (2 if GATED else 1) + first_column
+        block_row = tl.load(tiles_ptr + tile) * num_columns * (2 if GATED else 1) + first_column
         acc = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
         acc_up = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
         for start in range(0, width, INNER):

@@ -88,6 +88,14 @@ def pdl() -> dict[str, bool]:
     return {"PDL": True, "launch_pdl": True} if on else {"PDL": False}
 
 
+@functools.cache
+def is_hopper() -> bool:
+    """Whether kernels in Gluon for Hopper can run: compute capability 9.0, and a Triton that has them."""
+    import torch
+
+    return hopper is not None and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
 def can_use_tma(*tensors: Any) -> bool:
     """Whether blocks of each tensor's last two dimensions can be copied by the tensor memory accelerator."""
     fits = all(t.is_contiguous() and t.shape[-1] * t.itemsize % 16 == 0 and t.data_ptr() % 16 == 0 for t in tensors)
@@ -116,6 +124,7 @@ __all__ = [
     "gl",
     "gluon",
     "hopper",
+    "is_hopper",
     "pdl",
     "tl",
     "triton",

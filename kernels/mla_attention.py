@@ -10,7 +10,6 @@ bound `max_seq_len` doesn't matter either. Measured on the CPU (AVX-512, 1 and 2
 neither on the number of items nor on the row's place.
 """
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from specgen.kernels._mla_plan import KEYS, Slab, plan_slabs
 from specgen.kernels._mla_whole import mla_split_kernel
 from specgen.kernels._mla_wide import mla_scores_kernel, mla_values_kernel
 from specgen.kernels._tile_attention import attend, pad_heads, tile_queries
-from specgen.kernels._triton import can_use_tma, gl, hopper, pdl, triton
+from specgen.kernels._triton import can_use_tma, gl, is_hopper, pdl, triton
 
 # On CUDA: rows of a tile (queries x heads), keys a step, keys of a split. Never a function of the batch.
 _TILE_ROWS = 64
@@ -230,15 +229,10 @@ def _hopper_blocks(q: torch.Tensor, kv_cache: torch.Tensor, rank: int) -> list[A
     """Return what `mla_hopper_kernel` fetches latents and rotated keys by; None where it does not apply."""
     block_size, width = kv_cache.shape[1:]
     fits = rank == 512 and width == 576 and block_size == _STEP_KEYS and kv_cache.dtype == q.dtype and q.itemsize == 2
-    if not (fits and q.is_cuda and hopper is not None and can_use_tma(kv_cache) and _is_hopper()):
+    if not (fits and q.is_cuda and can_use_tma(kv_cache) and is_hopper()):
         return None
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     layout = gl.NVMMASharedLayout(128, 16)
     rows = kv_cache.view(-1, width)
     return [TensorDescriptor.from_tensor(rows, [block_size, columns], layout) for columns in (rank, width - rank)]
-
-
-@functools.cache
-def _is_hopper() -> bool:
-    return torch.cuda.get_device_capability() == (9, 0)

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from specgen.kernels import _sorted_experts as module
 from specgen.kernels._sorted_experts import sort_pairs, sorted_products
+from specgen.kernels._triton import is_hopper
 
 # The interpreter's dot multiplies bfloat16's bits; float16 stands in for it there.
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
@@ -14,6 +15,7 @@ HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks so small that there are several of each kind."""
+    monkeypatch.setattr(module, "is_hopper", lambda: False)
     monkeypatch.setattr(module, "_ROWS", 16)
     monkeypatch.setattr(module, "_CHUNK", 16)
     monkeypatch.setattr(module, "_GATED", (16, 16, 2))
@@ -74,3 +76,29 @@ def test_products(
             want = (w2[expert].double() @ (F.silu(gate) * up)).float()
             # Gate, up, their product and the second product are each rounded.
             torch.testing.assert_close(got[token, j], want, rtol=2**-5, atol=2**-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not (torch.cuda.is_available() and is_hopper()), reason="needs a Hopper GPU")
+@pytest.mark.parametrize(
+    ("num_tokens", "hidden", "inner", "experts", "top_k"),
+    [(1, 64, 64, 3, 1), (300, 256, 200, 5, 2), (3000, 1024, 456, 9, 3), (1500, 2048, 1408, 66, 8)],
+)
+def test_hopper_has_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, num_tokens: int, hidden: int, inner: int, experts: int, top_k: int
+) -> None:
+    """Columns that no block divides, experts without rows, tiles of one row."""
+    torch.manual_seed(0)
+    scores = torch.rand(num_tokens, experts, device="cuda")
+    scores[:, 1] = 0
+    scores[1:, 2] = 0
+    ids = scores.topk(top_k).indices.int()
+    x = torch.randn(num_tokens, hidden, device="cuda").bfloat16()
+    w13 = (torch.randn(experts, 2 * inner, hidden, device="cuda") / hidden**0.5).bfloat16()
+    w2 = (torch.randn(experts, hidden, inner, device="cuda") / inner**0.5).bfloat16()
+    pairs = sort_pairs(ids, experts)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(module, "is_hopper", lambda: False)
+        want = sorted_products(x, pairs, w13, w2)
+    for _ in range(3):
+        assert torch.equal(sorted_products(x, pairs, w13, w2), want)
