@@ -107,7 +107,7 @@ def test_the_order_is_transformers(seed: int) -> None:
     rows = sampled_rows([random_params(rng) for _ in range(NUM_SLOTS)], seed)
     for before, after, token, text, params in zip(*rows, strict=True):
         wanted = expected(params, text, before)
-        torch.testing.assert_close(after, wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(after, wanted, rtol=1e-5, atol=1e-5, msg=lambda message, p=params: f"{message}\n{p}")
         assert wanted[token] > -torch.inf
 
 
