@@ -8,7 +8,6 @@ import torch
 from specgen.kernels._checks import check, check_same_device
 from specgen.kernels._kv_cache import check_kv_cache, store_kv, write_rows
 from specgen.kernels._triton import pdl, tl, triton, wait_for_inputs
-from specgen.kernels.ahead import Ahead, ahead_programs, ask_ahead
 from specgen.kernels.rms_norm import rms_norm_torch
 from specgen.kernels.rope import apply_rope
 
@@ -24,15 +23,13 @@ def mla_inputs(
     slot_mapping: torch.Tensor,
     kv_cache: torch.Tensor,
     q: torch.Tensor,
-    ahead: Ahead | None = None,
 ) -> None:
     """Write [norm(latent[t, :R]), rotated latent[t, R:]] to cache slot `slot_mapping[t]`, rotated q_pe to q[..., R:].
 
     latent: [T, R + P] and q_pe: [T, H, P], rows and heads may be strided; norm_weight: [R], same dtype; positions: [T]
     int64, clamped into the table; cos_sin: [max_pos, P] float32, see `apply_rope`; slot_mapping: [T] int64, -1 writes
     nothing; kv_cache: [num_blocks, block_size, R + P], same dtype or FP8, contiguous; q: [T, H, R + P], contiguous, its
-    first R columns stay; ahead: weights that are read next, see `ahead.py`. Raises: ValueError on a wrong dtype or
-    shape.
+    first R columns stay. Raises: ValueError on a wrong dtype or shape.
     Source: DeepSeek-V2, arXiv 2405.04434, eq. 9 to 19.
     """
     num_tokens, width = latent.shape
@@ -53,11 +50,8 @@ def mla_inputs(
         raise ValueError("q: expected a contiguous tensor")
     if rope % 2 or cos_sin.shape[0] == 0:
         raise ValueError(f"rope needs an even width and a table, got {rope} and {cos_sin.shape[0]} positions")
-    args = (latent, q_pe, norm_weight, eps, positions, cos_sin, interleaved, slot_mapping, kv_cache, q)
-    if latent.is_cuda:
-        mla_inputs_triton(*args, ahead)
-    else:
-        mla_inputs_torch(*args)
+    run = mla_inputs_triton if latent.is_cuda else mla_inputs_torch
+    run(latent, q_pe, norm_weight, eps, positions, cos_sin, interleaved, slot_mapping, kv_cache, q)
 
 
 def mla_inputs_torch(
@@ -93,23 +87,20 @@ def mla_inputs_triton(
     slot_mapping: torch.Tensor,
     kv_cache: torch.Tensor,
     q: torch.Tensor,
-    ahead: Ahead | None = None,
 ) -> None:
     """Do what `mla_inputs` does, by one program a token."""
     num_tokens, num_heads, rope = q_pe.shape
     rank = norm_weight.shape[0]
     if num_tokens:
-        beside, ranges = ahead_programs(ahead, num_tokens)
-        _mla_inputs_kernel[(num_tokens + beside,)](
+        _mla_inputs_kernel[(num_tokens,)](
             latent, latent.stride(0), q_pe, q_pe.stride(0), q_pe.stride(1), norm_weight, eps, positions, cos_sin,
-            cos_sin.stride(0), cos_sin.shape[0], slot_mapping, kv_cache, q,
-            ahead.ranges if ahead is not None else q, num_tokens, num_heads, rank, rope // 2,
+            cos_sin.stride(0), cos_sin.shape[0], slot_mapping, kv_cache, q, num_heads, rank, rope // 2,
             INTERLEAVED=interleaved, HEADS=triton.next_power_of_2(num_heads), RANK=triton.next_power_of_2(rank),
-            HALF=triton.next_power_of_2(rope // 2), RANGES=ranges, num_warps=4, **pdl(),
+            HALF=triton.next_power_of_2(rope // 2), num_warps=4, **pdl(),
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit
 def _mla_inputs_kernel(
     latent_ptr,
     latent_stride,
@@ -125,8 +116,6 @@ def _mla_inputs_kernel(
     slot_mapping_ptr,
     cache_ptr,
     q_ptr,
-    ahead_ptr,
-    num_tokens,
     num_heads,
     rank,
     half,
@@ -134,13 +123,8 @@ def _mla_inputs_kernel(
     HEADS: tl.constexpr,
     RANK: tl.constexpr,
     HALF: tl.constexpr,
-    RANGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if RANGES > 0:  # noqa: SIM102 - decided by the compiler
-        if tl.program_id(0) >= num_tokens:
-            ask_ahead(ahead_ptr, tl.program_id(0) - num_tokens, tl.num_programs(0) - num_tokens, RANGES)
-            return
     column = tl.arange(0, RANK)
     in_rank = column < rank
     weight = tl.load(norm_weight_ptr + column, mask=in_rank, other=0.0).to(tl.float32)

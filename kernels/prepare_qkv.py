@@ -9,7 +9,6 @@ import torch
 from specgen.kernels._checks import check, check_same_device
 from specgen.kernels._kv_cache import check_kv_cache, store_kv, write_rows
 from specgen.kernels._triton import pdl, tl, triton, wait_for_inputs
-from specgen.kernels.ahead import Ahead, ahead_programs, ask_ahead
 from specgen.kernels.rms_norm import rms_norm_torch
 from specgen.kernels.rope import rotate
 
@@ -29,7 +28,6 @@ def prepare_qkv(
     k_norm: torch.Tensor | None = None,
     eps: float = 0.0,
     interleaved: bool = False,
-    ahead: Ahead | None = None,
 ) -> torch.Tensor:
     """Return the queries [T, Hq, D], rotated; slot `slot_mapping[t]` of the cache holds token t's keys and values.
 
@@ -38,7 +36,7 @@ def prepare_qkv(
     in pairs (2i, 2i+1) if interleaved, else (i, i + P/2); slot_mapping: [T] int64, -1 writes nothing anywhere;
     kv_cache: [num_blocks, block_size, 2 Hkv D], keys first, contiguous, same dtype or FP8; bias: like a row of qkv,
     added first; q_norm and k_norm: [D], weights of an RMS norm of each query and key head before the rotation, both or
-    none. ahead: weights that are read next, see `ahead.py`.
+    none.
     Raises: ValueError on a wrong dtype or shape.
     Source: Su et al., arXiv 2104.09864, eq. 34 (rotation); Zhang and Sennrich, arXiv 1910.07467, eq. 4 (norm).
     """
@@ -61,10 +59,21 @@ def prepare_qkv(
     if q_norm is not None and k_norm is not None:
         check("q_norm", q_norm, qkv.dtype, head_dim)
         check("k_norm", k_norm, qkv.dtype, head_dim)
-    args = (
-        qkv, positions, cos_sin, slot_mapping, kv_cache, num_heads, num_kv_heads, bias, q_norm, k_norm, eps, interleaved
-    )  # fmt: skip
-    return prepare_qkv_triton(*args, ahead) if qkv.is_cuda else prepare_qkv_torch(*args)
+    run = prepare_qkv_triton if qkv.is_cuda else prepare_qkv_torch
+    return run(
+        qkv,
+        positions,
+        cos_sin,
+        slot_mapping,
+        kv_cache,
+        num_heads,
+        num_kv_heads,
+        bias,
+        q_norm,
+        k_norm,
+        eps,
+        interleaved,
+    )
 
 
 def prepare_qkv_torch(
@@ -119,7 +128,6 @@ def prepare_qkv_triton(
     k_norm: torch.Tensor | None = None,
     eps: float = 0.0,
     interleaved: bool = False,
-    ahead: Ahead | None = None,
 ) -> torch.Tensor:
     """Return what `prepare_qkv` returns, by one program a token and group of heads."""
     num_tokens = qkv.shape[0]
@@ -128,9 +136,7 @@ def prepare_qkv_triton(
     q = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     if num_tokens:
         rest = head_dim - 2 * half
-        groups = triton.cdiv(all_heads, _HEADS)
-        beside, ranges = ahead_programs(ahead, num_tokens, groups)
-        _prepare_qkv_kernel[(num_tokens + beside, groups)](
+        _prepare_qkv_kernel[(num_tokens, triton.cdiv(all_heads, _HEADS))](
             qkv,
             qkv if bias is None else bias,
             qkv if q_norm is None else q_norm,
@@ -143,8 +149,6 @@ def prepare_qkv_triton(
             slot_mapping,
             kv_cache,
             q,
-            ahead.ranges if ahead is not None else q,
-            num_tokens,
             num_heads,
             num_kv_heads,
             head_dim,
@@ -155,7 +159,6 @@ def prepare_qkv_triton(
             HEADS=_HEADS,
             HALF=triton.next_power_of_2(half),
             REST=triton.next_power_of_2(rest) if rest else 0,
-            RANGES=ranges,
             num_warps=4,
             **pdl(),
         )
@@ -181,7 +184,7 @@ def _norm_part(x, scale, q_norm_ptr, k_norm_ptr, column, is_q, is_v, mask, dtype
     return tl.where(is_v, x, normed.to(dtype).to(tl.float32))
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit
 def _prepare_qkv_kernel(
     qkv_ptr,
     bias_ptr,
@@ -195,8 +198,6 @@ def _prepare_qkv_kernel(
     slot_mapping_ptr,
     cache_ptr,
     q_ptr,
-    ahead_ptr,
-    num_tokens,
     num_heads,
     num_kv_heads,
     head_dim,
@@ -207,14 +208,8 @@ def _prepare_qkv_kernel(
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
-    RANGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if RANGES > 0:  # noqa: SIM102 - decided by the compiler
-        if tl.program_id(0) >= num_tokens:
-            program = (tl.program_id(0) - num_tokens) * tl.num_programs(1) + tl.program_id(1)
-            ask_ahead(ahead_ptr, program, (tl.num_programs(0) - num_tokens) * tl.num_programs(1), RANGES)
-            return
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]

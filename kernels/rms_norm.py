@@ -11,32 +11,24 @@ import torch
 
 from specgen.kernels._checks import check, check_same_device
 from specgen.kernels._triton import pdl, tl, triton, wait_for_inputs
-from specgen.kernels.ahead import Ahead, ahead_programs, ask_ahead
+
+
+@overload
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: None = None) -> torch.Tensor: ...
 
 
 @overload
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: None = None, ahead: Ahead | None = None
-) -> torch.Tensor: ...
-
-
-@overload
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor, ahead: Ahead | None = None
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    residual: torch.Tensor | None = None,
-    ahead: Ahead | None = None,
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Return norm(x) * weight, or with a residual (norm(x + residual) * weight, x + residual).
 
-    x, residual: [T, H], rows may be strided; weight: [H], same dtype. Returns contiguous [T, H] in x's dtype. ahead:
-    weights that are read next, see `ahead.py`.
+    x, residual: [T, H], rows may be strided; weight: [H], same dtype. Returns contiguous [T, H] in x's dtype.
     Raises: ValueError on a wrong dtype or shape.
     Source: Zhang and Sennrich, arXiv 1910.07467, eq. 4.
     """
@@ -46,7 +38,7 @@ def rms_norm(
     if residual is not None:
         check("residual", residual, x.dtype, *x.shape)
         check_same_device(x=x, residual=residual)
-    return rms_norm_triton(x, weight, eps, residual, ahead) if x.is_cuda else rms_norm_torch(x, weight, eps, residual)
+    return (rms_norm_triton if x.is_cuda else rms_norm_torch)(x, weight, eps, residual)
 
 
 def rms_norm_torch(
@@ -61,11 +53,7 @@ def rms_norm_torch(
 
 
 def rms_norm_triton(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    residual: torch.Tensor | None = None,
-    ahead: Ahead | None = None,
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Return what `rms_norm` returns, by one program a row."""
     num_rows, width = x.shape
@@ -73,8 +61,7 @@ def rms_norm_triton(
     total = out if residual is None else torch.empty_like(out)
     if num_rows:
         block = triton.next_power_of_2(width)
-        beside, ranges = ahead_programs(ahead, num_rows)
-        _rms_norm_kernel[(num_rows + beside,)](
+        _rms_norm_kernel[(num_rows,)](
             x,
             x.stride(0),
             x if residual is None else residual,
@@ -82,20 +69,17 @@ def rms_norm_triton(
             weight,
             out,
             total,
-            ahead.ranges if ahead is not None else out,
-            num_rows,
             width,
             eps,
             HAS_RESIDUAL=residual is not None,
             BLOCK=block,
-            RANGES=ranges,
             num_warps=max(1, min(8, block // 512)),
             **pdl(),
         )
     return out if residual is None else (out, total)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
 def _rms_norm_kernel(
     x_ptr,
     x_stride,
@@ -104,19 +88,12 @@ def _rms_norm_kernel(
     weight_ptr,
     out_ptr,
     total_ptr,
-    ahead_ptr,
-    num_rows,
     width,
     eps,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
-    RANGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if RANGES > 0:  # noqa: SIM102 - decided by the compiler
-        if tl.program_id(0) >= num_rows:
-            ask_ahead(ahead_ptr, tl.program_id(0) - num_rows, tl.num_programs(0) - num_rows, RANGES)
-            return
     columns = tl.arange(0, BLOCK)
     mask = columns < width
     weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
@@ -140,14 +117,13 @@ def combine_norm(
     residual: torch.Tensor,
     norm_weight: torch.Tensor,
     eps: float,
-    ahead: Ahead | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (norm(total) * norm_weight, total), total = residual + sum over j of weights[:, j] * part j of the token.
 
     rows: [n, H], contiguous; places: [T, k] int32, the row of a token's part j, None for row t * k + j; weights: [T, k]
     float32; residual: [T, H], rows may be strided; norm_weight: [H]. The sum runs in float32 in the order of j and is
-    rounded before the residual is added. ahead: weights that are read next, see `ahead.py`. Returns contiguous [T, H]
-    in rows' dtype. Raises: ValueError on a wrong dtype or shape.
+    rounded before the residual is added. Returns contiguous [T, H] in rows' dtype. Raises: ValueError on a wrong dtype
+    or shape.
     """
     num_tokens, top_k = weights.shape
     check("rows", rows, rows.dtype, None if places is not None else num_tokens * top_k, None)
@@ -160,9 +136,8 @@ def combine_norm(
         check_same_device(rows=rows, places=places)
     if not rows.is_contiguous() or not weights.is_contiguous() or not (places is None or places.is_contiguous()):
         raise ValueError("rows, places and weights: expected contiguous tensors")
-    if rows.is_cuda:
-        return combine_norm_triton(rows, places, weights, residual, norm_weight, eps, ahead)
-    return combine_norm_torch(rows, places, weights, residual, norm_weight, eps)
+    run = combine_norm_triton if rows.is_cuda else combine_norm_torch
+    return run(rows, places, weights, residual, norm_weight, eps)
 
 
 def combine_norm_torch(
@@ -191,7 +166,6 @@ def combine_norm_triton(
     residual: torch.Tensor,
     norm_weight: torch.Tensor,
     eps: float,
-    ahead: Ahead | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what `combine_norm` returns, by one program a token."""
     (num_tokens, top_k), width = weights.shape, rows.shape[1]
@@ -199,17 +173,15 @@ def combine_norm_triton(
     total = torch.empty_like(out)
     if num_tokens:
         block = triton.next_power_of_2(width)
-        beside, ranges = ahead_programs(ahead, num_tokens)
-        _combine_norm_kernel[(num_tokens + beside,)](
+        _combine_norm_kernel[(num_tokens,)](
             rows, weights if places is None else places, weights, residual, residual.stride(0), norm_weight, out, total,
-            ahead.ranges if ahead is not None else out, num_tokens, width, eps,
-            HAS_PLACES=places is not None, TOP_K=top_k, BLOCK=block, RANGES=ranges,
+            width, eps, HAS_PLACES=places is not None, TOP_K=top_k, BLOCK=block,
             num_warps=max(1, min(8, block // 512)), **pdl(),
         )  # fmt: skip
     return out, total
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit
 def _combine_norm_kernel(
     rows_ptr,
     places_ptr,
@@ -219,20 +191,13 @@ def _combine_norm_kernel(
     norm_weight_ptr,
     out_ptr,
     total_ptr,
-    ahead_ptr,
-    num_tokens,
     width,
     eps,
     HAS_PLACES: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
-    RANGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if RANGES > 0:  # noqa: SIM102 - decided by the compiler
-        if tl.program_id(0) >= num_tokens:
-            ask_ahead(ahead_ptr, tl.program_id(0) - num_tokens, tl.num_programs(0) - num_tokens, RANGES)
-            return
     columns = tl.arange(0, BLOCK)
     mask = columns < width
     norm_weight = tl.load(norm_weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from specgen.kernels.ahead import Ahead
 from specgen.kernels.linear import batched_linear
 from specgen.kernels.mla_attention import mla_attention
 from specgen.kernels.mla_inputs import mla_inputs
@@ -30,7 +29,6 @@ class MLAAttention(nn.Module):
         """`scale` multiplies the scores (1/sqrt(head size), times YaRN's factor)."""
         super().__init__()
         c = config
-        self.ahead: Ahead | None = None
         self.num_heads = c.num_attention_heads
         self.nope, self.rope, self.rank, self.value = (
             c.qk_nope_head_dim,
@@ -79,7 +77,6 @@ class MLAAttention(nn.Module):
             context.slot_mapping,
             kv_cache,
             q_latent,
-            self.ahead,
         )
         batched_linear(q_nope, self.w_uk, out=q_latent[..., : self.rank])
         latent = mla_attention(

@@ -76,7 +76,7 @@ class MoE(nn.Module):
             rows, places = block_float8_experts(x, ids, self.w13, self.w2, self.scales)
         else:
             rows, places = moe_experts(x, ids, self.w13, self.w2, c.n_shared_experts, self.scales)
-        return combine_norm(rows, places, weights, residual, norm.weight, norm.eps, norm.ahead)
+        return combine_norm(rows, places, weights, residual, norm.weight, norm.eps)
 
 
 def feed_forward(

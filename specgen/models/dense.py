@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from specgen.kernels.ahead import Ahead
 from specgen.kernels.gqa_attention import gqa_attention
 from specgen.kernels.prepare_qkv import prepare_qkv
 from specgen.models.context import AttentionContext
@@ -29,7 +28,6 @@ class GQAAttention(nn.Module):
     def __init__(self, config: DenseConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         c = config
-        self.ahead: Ahead | None = None
         self.num_heads, self.num_kv_heads, self.head_dim = c.num_attention_heads, c.num_key_value_heads, c.head_dim
         self.eps = c.rms_norm_eps
         self.scale = c.head_dim**-0.5
@@ -66,7 +64,6 @@ class GQAAttention(nn.Module):
             self.q_norm,
             self.k_norm,
             self.eps,
-            ahead=self.ahead,
         )
         out = gqa_attention(
             q,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from specgen.kernels.ahead import Ahead
 from specgen.kernels.linear import linear, linear_logits
 from specgen.kernels.packed_linear import PackedWeight, pack_weight, packed_linear
 from specgen.kernels.rms_norm import rms_norm
@@ -55,19 +54,18 @@ class RMSNorm(nn.Module):
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.ahead: Ahead | None = None
         self.weight = empty_weight(size, dtype=dtype, device=device)
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, H] -> [T, H]`."""
-        out = rms_norm(x, self.weight, self.eps, None, self.ahead)
+        out = rms_norm(x, self.weight, self.eps)
         assert isinstance(out, torch.Tensor)
         return out
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The norm of `x + residual`, and that sum, each `[T, H]`."""
-        out = rms_norm(x, self.weight, self.eps, residual, self.ahead)
+        out = rms_norm(x, self.weight, self.eps, residual)
         assert isinstance(out, tuple)
         return out
 

@@ -15,7 +15,6 @@ from specgen.models.deepseek_v3 import MoE
 from specgen.models.families import DraftModel, Family, TargetModel, find_family
 from specgen.models.head_folder import build_head, read_head
 from specgen.models.kept_float8 import as_if_stored, keep_float8
-from specgen.models.reading_order import read_ahead
 from specgen.models.weights import Checkpoint, OnProgress, Plan, check_tensors, fill_random, load_weights
 
 
@@ -74,7 +73,6 @@ def load_model(
         for part in module.modules() if module is not None else ():
             if isinstance(part, MoE):
                 part.narrow_gate(dtype)
-    read_ahead(target, mtp)
     return LoadedModel(target.eval(), mtp.eval() if mtp is not None else None, num_bytes + num_head_bytes)
 
 
