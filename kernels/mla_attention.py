@@ -29,8 +29,8 @@ from specgen.kernels._triton import can_use_tma, gl, is_hopper, pdl, triton
 _TILE_ROWS = 64
 _STEP_KEYS = 64
 _SPLIT_KEYS = 1024
-# Up to so many tiles a step's keys and values are spread over the machine; a matter of speed, bits are equal.
-_WIDE_TILES = 64
+# Up to so many tiles, of so many steps in all, keys and values are spread over the machine: faster, with the same bits.
+_WIDE_TILES, _WIDE_STEPS = 64, 1024
 _FEW_TILES = 8
 # Columns of the values a program takes, inner columns of a score's step and stages: for few tiles, and for more.
 _WIDE_FEW = (32, 128, 4)
@@ -182,7 +182,7 @@ def mla_attention_triton(
     steps = max(1, triton.cdiv(max_seq_len, _STEP_KEYS))
     # Request b's tiles start at number query_start_loc[b] // queries + b: room enough for each, found without the host.
     num_tiles = num_tokens // queries + num_requests
-    is_wide = num_tiles * head_groups <= _WIDE_TILES
+    is_wide = _is_wide(num_tiles * head_groups, steps)
     partial_bytes = head_groups * splits * _TILE_ROWS * (rank + 2) * 4 if splits > 1 else 0
     scores_bytes = head_groups * steps * _TILE_ROWS * _STEP_KEYS * 4 if is_wide else 0
     tiles_a_launch = max(1, min(num_tiles, _SCRATCH_BYTES // max(1, partial_bytes + scores_bytes)))
@@ -223,6 +223,10 @@ def mla_attention_triton(
                 *step[2:], partial, out, first_tile, *sizes, scale_log2, num_warps=4, **cut
             )
     return out
+
+
+def _is_wide(num_tiles: int, num_steps: int) -> bool:
+    return num_tiles <= _WIDE_TILES and num_tiles * num_steps <= _WIDE_STEPS
 
 
 def _hopper_blocks(q: torch.Tensor, kv_cache: torch.Tensor, rank: int) -> list[Any] | None:

@@ -160,7 +160,8 @@ class ModelRunner:
         self.states.add_blocks(step.rows)
         slots = np.fromiter((row.slot for row in step.rows), np.int64, len(step.rows))
         self._last_slots = slots
-        self.timer.begin_step(len(step.rows) if all(row.is_decode for row in step.rows) else 0)
+        decode_rows = len(step.rows) if all(row.is_decode for row in step.rows) else 0
+        self.timer.begin_step(decode_rows, continues=len(step.new_rows) < len(step.rows))
         needs = processor_needs(slots, self.states)
         if self.graphs is not None and self.graphs.fits(step.rows):
             self.timer.begin("graph")

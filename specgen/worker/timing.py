@@ -31,7 +31,7 @@ class DecodeTimes:
     """Sums over the decode-only steps of one number of rows.
 
     seconds: of `steps`, from a step's first operation to its last. period_seconds: of `periods`, from the start of a
-    step to the start of the decode-only step right after it, the gap between them included. part_seconds: of
+    step to the start of the decode-only step right after it that goes on with its rows, the gap between them included. part_seconds: of
     `timed_steps`, whose parts are known. last_seconds, last_periods: the same of the last steps, one by one.
     """
 
@@ -70,9 +70,13 @@ class DecodeTimes:
 
 @dataclass(slots=True)
 class _Step:
-    """The marks of one step; `decode_rows` 0 says that it was not a decode-only one."""
+    """The marks of one step; `decode_rows` 0 says that it was not a decode-only one.
+
+    continues: some of its rows were there before it.
+    """
 
     decode_rows: int
+    continues: bool = True
     marks: list[_Mark] = field(default_factory=list)
     inner: dict[str, float] | None = None
 
@@ -97,9 +101,12 @@ class StepTimer:
         if self._is_cuda:
             self._inner = [(part, torch.cuda.Event(enable_timing=True, external=True)) for part in (*STEP_PARTS, "")]
 
-    def begin_step(self, decode_rows: int) -> None:
-        """Starts a step; `decode_rows`: its rows if all of them only decode, else 0."""
-        self._step = _Step(decode_rows)
+    def begin_step(self, decode_rows: int, continues: bool = True) -> None:
+        """Starts a step; `decode_rows`: its rows if all of them only decode, else 0.
+
+        continues: some of them were there before. If not, the engine may have had nothing to do since the last step.
+        """
+        self._step = _Step(decode_rows, continues)
 
     def begin(self, part: str) -> None:
         """Starts a part; what was running ends."""
@@ -160,7 +167,7 @@ class StepTimer:
                 times.timed_steps += 1
                 for part in STEP_PARTS:
                     times.part_seconds[part] += inner.get(part, 0.0)
-            if self._last is not None and self._last.decode_rows:
+            if self._last is not None and self._last.decode_rows and step.continues:
                 before = self._decode[self._last.decode_rows]
                 before.periods += 1
                 period = _seconds_between(self._last.marks[0][1], step.marks[0][1])

@@ -134,7 +134,7 @@ def test_attention_reads_exactly_what_is_there(form: str, kernel_device: str, mo
     """As over a wide cache of the same values; on a GPU products may add them in another order."""
     monkeypatch.setattr(mla, "_SPLIT_KEYS", 64)
     monkeypatch.setattr(gqa, "_SPLIT_KEYS", 64)
-    monkeypatch.setattr(mla, "_WIDE_TILES", 10**6 if "wide" in form else 0)
+    monkeypatch.setattr(mla, "_is_wide", lambda *_: "wide" in form)
     if "without join" in form:
         monkeypatch.setattr(gqa, "_MANY_PROGRAMS", 0)
     name, is_twin = form[:3], "twin" in form

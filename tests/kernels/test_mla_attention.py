@@ -29,7 +29,7 @@ class Model(PagedModel):
 def op(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Op:
     """All implementations; the kernels with short splits, so that rows here have up to three."""
     monkeypatch.setattr(module, "_SPLIT_KEYS", 64)
-    monkeypatch.setattr(module, "_WIDE_TILES", 10**6 if request.param == "wide kernel" else 0)
+    monkeypatch.setattr(module, "_is_wide", lambda *_: request.param == "wide kernel")
     return mla_attention_torch if request.param == "twin" else mla_attention_triton
 
 
@@ -171,14 +171,15 @@ def test_law_on_the_gpu_in_bfloat16_also_from_a_graph(
         return mla_attention_triton(args[0].bfloat16(), args[1].bfloat16(), *args[2:])
 
     monkeypatch.setattr(module, "_SPLIT_KEYS", 64)
-    monkeypatch.setattr(module, "_WIDE_TILES", 0)
     with monkeypatch.context() as only_whole:
+        only_whole.setattr(module, "_is_wide", lambda *_: False)
         only_whole.setattr(module, "_hopper_blocks", lambda *_: None)
         whole = model.run(in_half, "cuda", parts, 0, key_start)
-    for wide_tiles in (0, 10**6):  # 0: on Hopper its own form, where it applies
-        monkeypatch.setattr(module, "_WIDE_TILES", wide_tiles)
-        for key, row in model.run(in_half, "cuda", parts, 0, key_start).items():
-            assert torch.equal(row, whole[key]), key
+    for is_wide in (False, True):  # False: on Hopper its own form, where it applies
+        with monkeypatch.context() as one_form:
+            one_form.setattr(module, "_is_wide", lambda *_, is_wide=is_wide: is_wide)
+            for key, row in model.run(in_half, "cuda", parts, 0, key_start).items():
+                assert torch.equal(row, whole[key]), key
     monkeypatch.setattr(module, "_WIDE_TILES", 20)
     for size, step in [(1, 3), (4, 3), (37, 17)]:
         for end in range(size, 140, step):

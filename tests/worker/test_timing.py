@@ -22,8 +22,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return wait
 
 
-def run_step(timer: StepTimer, clock: Callable[[float], None], decode_rows: int, scale: float = 1.0) -> None:
-    timer.begin_step(decode_rows)
+def run_step(
+    timer: StepTimer, clock: Callable[[float], None], decode_rows: int, scale: float = 1.0, continues: bool = True
+) -> None:
+    timer.begin_step(decode_rows, continues)
     for part, seconds in (("target", 4.0), ("sampling", 2.0), ("draft", 1.0)):
         timer.begin(part)
         clock(scale * seconds)
@@ -47,6 +49,17 @@ def test_decode_steps_are_summed_by_their_rows_and_follow_one_another(clock: Cal
     assert (eight.steps, eight.seconds, eight.periods, eight.period_seconds) == (3, 21.0, 2, 18.0)
     assert (two.steps, two.seconds, two.periods, two.period_seconds) == (1, 7.0, 0, 0.0)
     assert (eight.timed_steps, eight.part_seconds) == (3, {"target": 12.0, "sampling": 6.0, "draft": 3.0})
+
+
+def test_time_with_nothing_to_do_is_nobodys(clock: Callable[[float], None]) -> None:
+    timer = StepTimer(torch.device("cpu"))
+    run_step(timer, clock, 3)
+    run_step(timer, clock, 3)
+    clock(1000.0)  # all rows have ended, and others came
+    run_step(timer, clock, 8, continues=False)
+    run_step(timer, clock, 8)
+    assert (timer.decode_times[3].periods, timer.decode_times[3].period_seconds) == (1, 7.0)
+    assert (timer.decode_times[8].periods, timer.decode_times[8].period_seconds) == (1, 7.0)
 
 
 def test_what_came_since_is_told_from_a_copy(clock: Callable[[float], None]) -> None:
