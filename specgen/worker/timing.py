@@ -31,8 +31,9 @@ class DecodeTimes:
     """Sums over the decode-only steps of one number of rows.
 
     seconds: of `steps`, from a step's first operation to its last. period_seconds: of `periods`, from the start of a
-    step to the start of the decode-only step right after it that goes on with its rows, the gap between them included. part_seconds: of
-    `timed_steps`, whose parts are known. last_seconds, last_periods: the same of the last steps, one by one.
+    step to the start of the decode-only step right after it that goes on with its rows, the gap between them included.
+    part_seconds: of `timed_steps`, whose parts are known. last_seconds, last_periods: the same of the last steps, one
+    by one.
     """
 
     steps: int = 0
