@@ -13,6 +13,7 @@ from harness import Harness, Result, Row, oracle, reference, run_rows, scripted
 from tiny import write_checkpoint
 
 from specgen.sampling_params import SamplingParams, merged
+from specgen.worker.processor_needs import FewCombinations
 
 VOCAB = 64
 ALLOWED = tuple(t for t in range(VOCAB) if t % 4 == 3 or t > 40)  # with EOS and the stop id
@@ -177,6 +178,15 @@ def test_preemption_happens_and_changes_nothing(
     assert_same(harness.run(rows), ref)
     assert harness.scheduler.num_preemptions > 0
     assert_same(harness.run(rows), ref)  # the loop is entered again, over a used pool
+
+
+@pytest.mark.parametrize("limit", [0, 3])
+def test_groups_of_processors_that_no_row_needs_change_nothing(
+    tiny: Path, rows: list[Row], ref: list[Result], limit: int
+) -> None:
+    harness = Harness(tiny, k=2, max_num_seqs=5, eos=[3])
+    harness.worker.runner.combinations = FewCombinations(limit)
+    assert_same(harness.run(rows), ref)
 
 
 @pytest.mark.parametrize("k", [0, 3])

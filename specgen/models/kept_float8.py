@@ -57,7 +57,7 @@ def as_if_stored(plan: Plan) -> dict[str, StoredTensor]:
     return stored
 
 
-def keep_float8(root: nn.Module, plan: Plan, stored: Mapping[str, StoredTensor]) -> int:
+def keep_float8(root: nn.Module, plan: Plan, stored: Mapping[str, StoredTensor], device: torch.device) -> int:
     """Replaces the products and experts of `root` that are stored in FP8; `plan` fills the new ones afterwards.
 
     Returns how many were replaced. Raises: ModelError for an FP8 tensor without a scale that fits.
@@ -66,21 +66,21 @@ def keep_float8(root: nn.Module, plan: Plan, stored: Mapping[str, StoredTensor])
     by_memory: dict[int, list[str]] = {}
     for name, target in plan.items():
         for weight, _ in target.parts:
-            by_memory.setdefault(weight.untyped_storage().data_ptr(), []).append(name)
+            by_memory.setdefault(weight.untyped_storage()._cdata, []).append(name)
     count = 0
     for parent in list(root.modules()):
         if isinstance(parent, MoE):
-            names = [n for w in (parent.w13, parent.w2) for n in by_memory[w.untyped_storage().data_ptr()]]
+            names = [n for w in (parent.w13, parent.w2) for n in by_memory[w.untyped_storage()._cdata]]
             if all(name in scales for name in names) and parent.config.moe_intermediate_size % BLOCK == 0:
-                _keep_experts(parent, names, plan, scales, stored)
+                _keep_experts(parent, names, plan, scales, stored, device)
                 count += 1
         for attribute, child in list(parent.named_children()):
             if type(child) is not Linear:
                 continue
-            names = by_memory.get(child.weight.untyped_storage().data_ptr(), [])
+            names = by_memory.get(child.weight.untyped_storage()._cdata, [])
             is_whole = all(len(plan[name].parts) == 1 and plan[name].parts[0][1] is None for name in names)
             if names and is_whole and all(name in scales for name in names):
-                setattr(parent, attribute, _kept(child, names, plan, scales, stored))
+                setattr(parent, attribute, _kept(child, names, plan, scales, stored, device))
                 count += 1
     return count
 
@@ -91,10 +91,11 @@ def _kept(
     plan: Plan,
     scales: Mapping[str, str],
     stored: Mapping[str, StoredTensor],
+    device: torch.device,
 ) -> BlockFloat8Linear:
     """The product in FP8, its tensors in the plan in place of the old ones."""
     num_out, num_in = linear.weight.shape
-    kept = BlockFloat8Linear(num_in, num_out, linear.weight.device)
+    kept = BlockFloat8Linear(num_in, num_out, device)
     for name in names:
         first = plan[name].parts[0][0].storage_offset() // num_in
         num_rows = plan[name].shape[0]
@@ -106,11 +107,16 @@ def _kept(
 
 
 def _keep_experts(
-    moe: MoE, names: list[str], plan: Plan, scales: Mapping[str, str], stored: Mapping[str, StoredTensor]
+    moe: MoE,
+    names: list[str],
+    plan: Plan,
+    scales: Mapping[str, str],
+    stored: Mapping[str, StoredTensor],
+    device: torch.device,
 ) -> None:
     """The layer's experts in FP8, the shared ones, stored as one wide expert, among them."""
     num_experts, hidden, inner = moe.w2.shape
-    num_routed, device = moe.config.n_routed_experts, moe.w2.device
+    num_routed = moe.config.n_routed_experts
     num_shared, in_blocks, out_blocks = num_experts - num_routed, -(-hidden // BLOCK), inner // BLOCK
     moe.w13 = nn.Parameter(torch.empty(moe.w13.shape, dtype=FLOAT8, device=device), requires_grad=False)
     moe.w2 = nn.Parameter(torch.empty(moe.w2.shape, dtype=FLOAT8, device=device), requires_grad=False)

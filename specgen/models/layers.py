@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 
@@ -10,10 +13,40 @@ from specgen.kernels.packed_linear import PackedWeight, pack_weight, packed_line
 from specgen.kernels.rms_norm import rms_norm
 from specgen.kernels.silu_mul import silu_mul
 
+_has_memory = True
+
+
+@contextmanager
+def weights_without_memory() -> Iterator[None]:
+    """Modules built meanwhile have weights of the meta device, which `give_memory` replaces."""
+    global _has_memory
+    _has_memory = False
+    try:
+        yield
+    finally:
+        _has_memory = True
+
+
+def give_memory(module: nn.Module, device: torch.device) -> dict[int, nn.Parameter]:
+    """Replaces the module's weights without memory by unset ones on `device`; weights that were one stay one.
+
+    Returns the new weights by the address of the old one's storage.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for name, weight in list(part.named_parameters(recurse=False)):
+            if weight.is_meta:
+                key = weight.untyped_storage()._cdata
+                if key not in made:
+                    made[key] = empty_weight(*weight.shape, dtype=weight.dtype, device=device)
+                setattr(part, name, made[key])
+    return made
+
 
 def empty_weight(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """An unset weight; the loader fills every element or refuses the checkpoint."""
-    return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device), requires_grad=False)
+    where = device if _has_memory else "meta"
+    return nn.Parameter(torch.empty(*shape, dtype=dtype, device=where), requires_grad=False)
 
 
 class Linear(nn.Module):

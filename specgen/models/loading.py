@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +17,7 @@ from specgen.models.deepseek_v3 import MoE
 from specgen.models.families import DraftModel, Family, TargetModel, find_family
 from specgen.models.head_folder import build_head, read_head
 from specgen.models.kept_float8 import as_if_stored, keep_float8
+from specgen.models.layers import give_memory, weights_without_memory
 from specgen.models.weights import Checkpoint, OnProgress, Plan, check_tensors, fill_random, load_weights
 
 
@@ -52,16 +55,21 @@ def load_model(
         ModelError: the checkpoint lacks the draft layer that speculation needs, or does not fit its configuration.
     """
     checkpoint = Checkpoint(folder) if folder is not None else None
-    built = _build(checkpoint, config, num_speculative_tokens, max_positions, dtype, device, draft_folder)
+    with weights_without_memory() if keeps_float8 else nullcontext():
+        built = _build(checkpoint, config, num_speculative_tokens, max_positions, dtype, device, draft_folder)
     target, mtp, plan = built.target, built.mtp, built.plan
+    if keeps_float8:
+        stored = checkpoint.tensors if checkpoint is not None else as_if_stored(plan)
+        weights: dict[int, nn.Parameter] = {}
+        for part in (target, mtp):
+            if isinstance(part, nn.Module):
+                keep_float8(part, plan, stored, device)
+                weights |= give_memory(part, device)
+        _aim(plan, weights)
+        _aim(built.head_plan, weights)
     num_head_bytes = 0
     if built.head_files is not None:
         num_head_bytes = load_weights(built.head_files, built.head_plan, built.head_unused)
-    if keeps_float8:
-        stored = checkpoint.tensors if checkpoint is not None else as_if_stored(plan)
-        for part in (target, mtp):
-            if isinstance(part, nn.Module):
-                keep_float8(part, plan, stored)
     if checkpoint is None:
         num_bytes = fill_random(plan, _RANDOM_SEED, dtype, on_progress)
     else:
@@ -74,6 +82,19 @@ def load_model(
             if isinstance(part, MoE):
                 part.narrow_gate(dtype)
     return LoadedModel(target.eval(), mtp.eval() if mtp is not None else None, num_bytes + num_head_bytes)
+
+
+def _aim(plan: Plan, weights: Mapping[int, torch.Tensor]) -> None:
+    """Lets the plan fill `weights`, known by the storages of those without memory that they stand for."""
+
+    def part_of(weight: torch.Tensor) -> torch.Tensor:
+        if not weight.is_meta:
+            return weight
+        whole = weights[weight.untyped_storage()._cdata]
+        return whole.as_strided(weight.shape, weight.stride(), int(weight.storage_offset()))
+
+    for name, target in plan.items():
+        plan[name] = target._replace(parts=[(part_of(weight), fill) for weight, fill in target.parts])
 
 
 def check_model(

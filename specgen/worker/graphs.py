@@ -21,7 +21,8 @@ from specgen.kernels.logprobs import Logprobs
 from specgen.kernels.prepare_inputs import prepare_inputs
 from specgen.kernels.rejection import live_slots
 from specgen.models.context import AttentionContext
-from specgen.worker.input_batch import InputBatch, ProcessorNeeds
+from specgen.worker.input_batch import InputBatch
+from specgen.worker.processor_needs import ProcessorNeeds
 from specgen.worker.states import RequestStates, to_device
 
 logger = logging.getLogger(__name__)

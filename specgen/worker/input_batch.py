@@ -15,29 +15,8 @@ from specgen.engine.scheduler import ScheduledRow
 from specgen.kernels.prepare_inputs import prepare_inputs
 from specgen.kernels.rejection import live_slots
 from specgen.models.context import AttentionContext
+from specgen.worker.processor_needs import ProcessorNeeds
 from specgen.worker.states import RequestStates, to_device
-
-
-class ProcessorNeeds(NamedTuple):
-    """Whether any row of a step needs a group of processors; what no row needs is left out.
-
-    filters: top-k or top-p. rules: allowed ids, biases, least length, bad words or n-grams. Each combination that is
-    met has CUDA graphs of its own, so that few groups are better than many.
-    """
-
-    penalties: bool
-    filters: bool
-    noise: bool
-    min_p: bool = False
-    rules: bool = False
-    typical_p: bool = False
-    raw_logprobs: bool = False
-    processed_logprobs: bool = False
-
-    @property
-    def logprobs(self) -> bool:
-        """Whether a row wants log-probabilities."""
-        return self.raw_logprobs or self.processed_logprobs
 
 
 class InputBatch(NamedTuple):
@@ -100,22 +79,13 @@ def host_batch(rows: list[ScheduledRow]) -> HostBatch:
     )
 
 
-def processor_needs(slots: np.ndarray, states: RequestStates) -> ProcessorNeeds:
-    """What the rows in `slots` need between them."""
-    return ProcessorNeeds(
-        penalties=bool(states.has_penalty[slots].any()),
-        filters=bool(states.has_filter[slots].any()),
-        noise=bool(states.is_random[slots].any()),
-        min_p=bool(states.has_min_p[slots].any()),
-        rules=bool(states.has_rules[slots].any()),
-        typical_p=bool(states.has_typical_p[slots].any()),
-        raw_logprobs=bool(states.has_raw_logprobs[slots].any()),
-        processed_logprobs=bool(states.has_processed_logprobs[slots].any()),
-    )
-
-
 def build_batch(
-    rows: list[ScheduledRow], states: RequestStates, max_seq_len: int, block_size: int, rewinds: bool
+    rows: list[ScheduledRow],
+    states: RequestStates,
+    max_seq_len: int,
+    block_size: int,
+    needs: ProcessorNeeds,
+    rewinds: bool,
 ) -> InputBatch:
     """The step's tensors; one copy to the device. `max_seq_len` bounds any row's tokens after the step, drafts too.
 
@@ -175,5 +145,5 @@ def build_batch(
         row_slots=row_slots,
         spec_start=spec_start,
         spec_count=spec_count,
-        needs=processor_needs(host.idx_mapping, states),
+        needs=needs,
     )

@@ -23,8 +23,9 @@ from specgen.models.context import AttentionContext
 from specgen.models.families import TargetModel
 from specgen.worker.forward_graphs import ForwardGraphs
 from specgen.worker.graphs import DecodeGraphs, StepTokens
-from specgen.worker.input_batch import InputBatch, build_batch, processor_needs
+from specgen.worker.input_batch import InputBatch, build_batch
 from specgen.worker.logprobs import PromptPart, SampledLogprobs, judge_prompts, to_host
+from specgen.worker.processor_needs import FewCombinations, processor_needs
 from specgen.worker.sampler import Sampler, SamplingRows
 from specgen.worker.speculator import Drafter
 from specgen.worker.states import RequestStates, to_device
@@ -134,6 +135,8 @@ class ModelRunner:
             rates = conditional_rates(acceptance[:num_speculative_tokens])
             self._rates = torch.tensor(rates, dtype=torch.float32, device=kv_caches.device)
         self.timer = StepTimer(kv_caches.device)
+        # on a CPU nothing is compiled: each step runs just what its rows need
+        self.combinations = FewCombinations() if kv_caches.is_cuda else None
         self.graphs: DecodeGraphs | None = None
         self.forward_graphs: ForwardGraphs | None = None
         self.on_logits: Callable[[LogitsSeen], None] | None = None
@@ -163,6 +166,8 @@ class ModelRunner:
         decode_rows = len(step.rows) if all(row.is_decode for row in step.rows) else 0
         self.timer.begin_step(decode_rows, continues=len(step.new_rows) < len(step.rows))
         needs = processor_needs(slots, self.states)
+        if self.combinations is not None:
+            needs = self.combinations.settle(needs)
         if self.graphs is not None and self.graphs.fits(step.rows):
             self.timer.begin("graph")
             self._state = LaunchedStep(self.graphs.run(step.rows, needs), step.rows)
@@ -171,7 +176,7 @@ class ModelRunner:
         self.timer.begin("target")
         longest = max(row.num_computed_after for row in step.rows)
         max_seq_len = min(longest + self.num_speculative_tokens, self.max_model_len)
-        batch = build_batch(step.rows, self.states, max_seq_len, self.kv_caches.shape[2], self.rewinds)
+        batch = build_batch(step.rows, self.states, max_seq_len, self.kv_caches.shape[2], needs, self.rewinds)
         forward = self._forward if self.forward_graphs is None else self.forward_graphs.run
         hidden = forward(batch.input_ids, batch.context)
         self._state = ForwardStep(batch, hidden, step.num_spec_tokens, step.rows)

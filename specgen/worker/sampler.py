@@ -28,7 +28,7 @@ import torch
 from specgen.kernels.ratio import DRAFT_STREAM
 from specgen.kernels.sample_tokens import LogitsRows, Sampled, SamplingTables, Wanted, sample_tokens
 from specgen.kernels.softcap import softcap
-from specgen.worker.input_batch import ProcessorNeeds
+from specgen.worker.processor_needs import ProcessorNeeds
 from specgen.worker.states import RequestStates
 
 

@@ -24,7 +24,8 @@ from specgen.kernels.draft_inputs import DraftPrefill, prepare_draft_decode, pre
 from specgen.kernels.sample_tokens import expand_logits
 from specgen.models.cheap_drafts import CutHead
 from specgen.models.families import DraftModel
-from specgen.worker.input_batch import InputBatch, ProcessorNeeds
+from specgen.worker.input_batch import InputBatch
+from specgen.worker.processor_needs import ProcessorNeeds
 from specgen.worker.sampler import Noise, Sampler, SamplingRows
 from specgen.worker.states import RequestStates
 

@@ -26,6 +26,7 @@ from specgen.worker.cpu_threads import CpuThreads
 from specgen.worker.input_batch import build_batch
 from specgen.worker.memory import MemoryBudget, plan_memory
 from specgen.worker.model_runner import ModelRunner, SampledStep
+from specgen.worker.processor_needs import processor_needs
 from specgen.worker.sampler import Noise, Sampler
 from specgen.worker.speculator import DRAFTING, Drafter, Drafting, MTPSpeculator
 from specgen.worker.startup import StartUp, compile_clock
@@ -381,7 +382,8 @@ class Worker:
         self.states.add([NewRow(0, ids, length, SamplingParams(), 0, 0, 0)])
         row = ScheduledRow(0, 0, length, 0, True, blocks, 0, 0, length)
         self.states.add_blocks([row])
-        batch = build_batch([row], self.states, length, c.block_size, rewinds=False)
+        needs = processor_needs(np.zeros(1, dtype=np.int64), self.states)
+        batch = build_batch([row], self.states, length, c.block_size, needs, rewinds=False)
         return self.model.target(batch.input_ids, batch.context, kv_caches)
 
     def execute_model(self, step: SchedulerOutput) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -175,6 +176,26 @@ def test_kept_runs_of_different_k_give_the_same_tokens(tmp_path: Path) -> None:
     want = [r.token_ids for r in reference(folder, rows, keeps_float8=True)]
     for k in (1, 3):
         assert [r.token_ids for r in run_rows(folder, rows, k=k, keeps_float8=True)] == want
+
+
+def test_kept_weights_never_have_memory_in_the_wider_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that fits a device in FP8 alone can be built there."""
+    config = parse_config(CONFIG | {"moe_intermediate_size": 128, "hidden_size": 256}, "config.json")
+    given: list[torch.Tensor] = []
+    real = torch.empty
+
+    def empty(*args: Any, **options: Any) -> torch.Tensor:
+        given.append(real(*args, **options))
+        return given[-1]
+
+    monkeypatch.setattr(torch, "empty", empty)
+    loaded = load_model(None, config, 1, 64, torch.bfloat16, torch.device("cpu"), keeps_float8=True)
+    experts = loaded.target.layers[1].mlp.w13
+    assert experts.dtype == torch.float8_e4m3fn
+    wide = [t for t in given if not t.is_meta and t.dtype != experts.dtype and t.shape == experts.shape]
+    assert not wide
+    assert [t.dtype for t in given if t.is_meta and t.shape == experts.shape] == [torch.bfloat16] * 2
+    assert not any(weight.is_meta for model in (loaded.target, loaded.mtp) for weight in model.parameters())
 
 
 def test_random_weights_may_be_held_in_float8_as_a_checkpoint_holds_them() -> None:

@@ -8,10 +8,12 @@ import torch
 
 from specgen.engine.scheduler import NewRow, ScheduledRow
 from specgen.sampling_params import SamplingParams
-from specgen.worker.input_batch import ProcessorNeeds, build_batch, host_batch, processor_needs
+from specgen.worker.input_batch import build_batch, host_batch
+from specgen.worker.processor_needs import FewCombinations, ProcessorNeeds, processor_needs
 from specgen.worker.states import RequestStates
 
 BLOCK = 4
+GREEDY = ProcessorNeeds(False, False, False)
 
 
 def row(
@@ -73,7 +75,7 @@ def test_the_devices_counts_decide_positions_ids_and_slots() -> None:
     s.draft_tokens[0] = torch.tensor([7, 8, -1])
     rows = [row(4, 5, 0, 5, [3, 9]), row(0, 4, 3, 9, [5, 2, 6]), row(2, 1, 0, 2, [1])]
     s.add_blocks(rows)
-    batch = build_batch(rows, s, max_seq_len=9, block_size=BLOCK, rewinds=False)
+    batch = build_batch(rows, s, max_seq_len=9, block_size=BLOCK, needs=GREEDY, rewinds=False)
     assert batch.input_ids.tolist() == [20, 21, 22, 23, 24, 35, 7, 8, -1, 41]
     assert batch.positions.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 1]
     assert batch.context.seq_lens.tolist() == [5, 9, 2]
@@ -86,8 +88,8 @@ def test_recomputed_positions_behind_a_hit_are_not_written() -> None:
     s.add([NewRow(1, list(range(10)), 10, SamplingParams(), 0, 7, 8)])
     rows = [row(1, 3, 0, 10, [3, 4, 5])]
     s.add_blocks(rows)
-    assert build_batch(rows, s, 10, BLOCK, rewinds=True).context.slot_mapping.tolist() == [-1, 20, 21]
-    assert build_batch(rows, s, 10, BLOCK, rewinds=False).context.slot_mapping.tolist() == [19, 20, 21]
+    assert build_batch(rows, s, 10, BLOCK, GREEDY, rewinds=True).context.slot_mapping.tolist() == [-1, 20, 21]
+    assert build_batch(rows, s, 10, BLOCK, GREEDY, rewinds=False).context.slot_mapping.tolist() == [19, 20, 21]
 
 
 @pytest.mark.parametrize(
@@ -120,6 +122,19 @@ def test_processors_that_no_row_needs_are_left_out(params: SamplingParams, needs
     s.add([NewRow(0, [1], 1, SamplingParams(temperature=0.0), 0, 0, 0), NewRow(3, [1], 1, params, 0, 0, 0)])
     assert processor_needs(np.array([0, 3]), s) == ProcessorNeeds(*needs)
     assert processor_needs(np.array([0]), s) == ProcessorNeeds(False, False, False)
+
+
+def test_further_combinations_of_processors_become_one() -> None:
+    few = FewCombinations(limit=2)
+    plain, noisy = ProcessorNeeds(False, False, False), ProcessorNeeds(False, False, True)
+    assert [few.settle(needs) for needs in (plain, noisy)] == [plain, noisy]
+    both = ProcessorNeeds(penalties=True, filters=False, noise=True)
+    assert few.settle(ProcessorNeeds(penalties=True, filters=False, noise=False)) == both
+    filtered = ProcessorNeeds(penalties=False, filters=True, noise=True, raw_logprobs=True)
+    assert few.settle(filtered) == ProcessorNeeds(True, True, True, raw_logprobs=True)
+    assert few.settle(both) == ProcessorNeeds(True, True, True)
+    assert [few.settle(needs) for needs in (plain, noisy)] == [plain, noisy]
+    assert few.settle(noisy._replace(raw_logprobs=True)) == noisy._replace(raw_logprobs=True)
 
 
 def test_a_slot_keeps_nothing_of_its_last_owner() -> None:
