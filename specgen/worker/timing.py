@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -97,6 +98,7 @@ class StepTimer:
         self._is_cuda = device.type == "cuda"
         self._step = _Step(0)
         self._pending: deque[_Step] = deque()
+        self._lock = threading.Lock()  # of what is pending, and of the sums
         self._last: _Step | None = None
         self._inner: list[_Mark] = []
         if self._is_cuda:
@@ -129,9 +131,10 @@ class StepTimer:
             assert not isinstance(last, float)
             last.synchronize()
             step.inner = _by_part(self._inner)
-        self._pending.append(step)
-        while self._pending and self._is_done(self._pending[0]):
-            self._add(self._pending.popleft())
+        with self._lock:
+            self._pending.append(step)
+            while self._pending and self._is_done(self._pending[0]):
+                self._add(self._pending.popleft())
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -140,7 +143,16 @@ class StepTimer:
 
     @property
     def decode_times(self) -> dict[int, DecodeTimes]:
-        """The sums over decode-only steps, by their number of rows, as copies. May be read from any thread."""
+        """The sums over decode-only steps, by their number of rows, as copies.
+
+        Waits for the steps that were launched, so that none is counted later. May be read from any thread.
+        """
+        with self._lock:
+            while self._pending:
+                _, last = self._pending[0].marks[-1]
+                if not isinstance(last, float):
+                    last.synchronize()
+                self._add(self._pending.popleft())
         return {rows: times.since(DecodeTimes()) for rows, times in list(self._decode.items())}
 
     def _mark(self, part: str) -> None:

@@ -62,6 +62,36 @@ def test_time_with_nothing_to_do_is_nobodys(clock: Callable[[float], None]) -> N
     assert (timer.decode_times[8].periods, timer.decode_times[8].period_seconds) == (1, 7.0)
 
 
+def test_a_step_still_under_way_is_waited_for_and_counted_at_once(
+    clock: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the last step of one pass would be found among those of the next."""
+
+    class Event:
+        is_done = False
+
+        def __init__(self, **_: bool) -> None: ...
+
+        def record(self) -> None:
+            self.at = timing.time.perf_counter()
+
+        def query(self) -> bool:
+            return self.is_done
+
+        def synchronize(self) -> None:
+            self.is_done = True
+
+        def elapsed_time(self, end: Any) -> float:
+            return 1e3 * float(end.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    timer = StepTimer(torch.device("cuda"))
+    run_step(timer, clock, 3)
+    assert timer.seconds["target"] == 0
+    assert (timer.decode_times[3].steps, timer.decode_times[3].seconds) == (1, 7.0)
+    assert timer.decode_times[3].steps == 1
+
+
 def test_what_came_since_is_told_from_a_copy(clock: Callable[[float], None]) -> None:
     timer = StepTimer(torch.device("cpu"))
     run_step(timer, clock, 3)
