@@ -80,6 +80,14 @@ def rms_norm_triton(
 
 
 @triton.jit
+def normalised(x, weight, width, eps):
+    """Return the norm of a row, whose elements beyond `width` are 0, times a float32 weight, in the row's dtype."""
+    wide = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)
+    return ((wide * scale).to(x.dtype).to(tl.float32) * weight).to(x.dtype)
+
+
+@triton.jit
 def _rms_norm_kernel(
     x_ptr,
     x_stride,
@@ -104,10 +112,7 @@ def _rms_norm_kernel(
         residual = tl.load(residual_ptr + row * residual_stride + columns, mask=mask, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
         tl.store(total_ptr + row * width + columns, x, mask=mask)
-    wide = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)
-    normed = (wide * scale).to(x.dtype).to(tl.float32)
-    tl.store(out_ptr + row * width + columns, (normed * weight).to(x.dtype), mask=mask)
+    tl.store(out_ptr + row * width + columns, normalised(x, weight, width, eps), mask=mask)
 
 
 def combine_norm(
@@ -214,7 +219,4 @@ def _combine_norm_kernel(
     residual = tl.load(residual_ptr + token * residual_stride + columns, mask=mask, other=0.0).to(tl.float32)
     total = (acc.to(dtype).to(tl.float32) + residual).to(dtype)
     tl.store(total_ptr + token * width + columns, total, mask=mask)
-    wide = total.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)
-    normed = (wide * scale).to(dtype).to(tl.float32)
-    tl.store(out_ptr + token * width + columns, (normed * norm_weight).to(dtype), mask=mask)
+    tl.store(out_ptr + token * width + columns, normalised(total, norm_weight, width, eps), mask=mask)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from specgen.kernels.draft_layer_inputs import draft_layer_inputs
 from specgen.models.context import AttentionContext
 from specgen.models.dense import DenseLayer, rotary_table
 from specgen.models.dense_config import DenseConfig
@@ -46,19 +47,23 @@ class DraftLayer(nn.Module):
 
     def forward(
         self,
+        input_ids: torch.Tensor,
         embedding: torch.Tensor,
         previous: torch.Tensor,
         context: AttentionContext,
         kv_cache: torch.Tensor,
         cos_sin: torch.Tensor,
     ) -> torch.Tensor:
-        """`embedding`, `previous` `[T, H]` -> the normed hidden states `[T, H]`, for the head and the next layer."""
-        if self.mask_first_embedding:
-            embedding = embedding.masked_fill((context.positions == 0).unsqueeze(-1), 0)
-        parts = [self.embedding_norm(embedding), self.hidden_norm(previous)]
-        if self.hidden_first:
-            parts.reverse()
-        hidden = self.projection(torch.cat(parts, dim=-1))
+        """The normed hidden states `[T, H]`, for the head and the next layer.
+
+        `input_ids [T] int64` are looked up in `embedding [vocab, H]`; `previous [T, H]`.
+        """
+        embedding_norm, hidden_norm, eps = self.embedding_norm.weight, self.hidden_norm.weight, self.embedding_norm.eps
+        inputs = draft_layer_inputs(
+            input_ids, context.positions, embedding, previous, embedding_norm, hidden_norm, eps, self.hidden_first,
+            self.mask_first_embedding,
+        )  # fmt: skip
+        hidden = self.projection(inputs)
         block = self.block
         return block(block.input_layernorm(hidden), hidden, context, kv_cache, cos_sin, self.final_norm, self.index)[0]
 
@@ -110,7 +115,8 @@ class DraftHead(nn.Module):
         kv_cache: torch.Tensor,
     ) -> torch.Tensor:
         """Layer `layer` over `input_ids [T] int64` (the tokens after the positions) -> hidden `[T, H]`."""
-        return self.layers[layer](self.embed_tokens(input_ids), previous, context, kv_cache, self.cos_sin)
+        weight = self.embed_tokens.weight
+        return self.layers[layer](input_ids, weight, previous, context, kv_cache, self.cos_sin)
 
     def compute_logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """`[N, H] -> [N, vocab] float32`."""

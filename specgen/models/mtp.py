@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from specgen.kernels.draft_layer_inputs import draft_layer_inputs
 from specgen.models.config import DeepseekV3Config
 from specgen.models.context import AttentionContext
 from specgen.models.deepseek_v3 import DecoderLayer, DeepseekV3ForCausalLM
@@ -40,16 +41,23 @@ class MTPLayer(nn.Module):
 
     def forward(
         self,
+        input_ids: torch.Tensor,
         embedding: torch.Tensor,
         previous: torch.Tensor,
         context: AttentionContext,
         kv_cache: torch.Tensor,
         cos_sin: torch.Tensor,
     ) -> torch.Tensor:
-        """`embedding`, `previous` `[T, H]` -> the normed hidden states `[T, H]`, for the head and the next layer."""
-        if self.mask_first_embedding:
-            embedding = embedding.masked_fill((context.positions == 0).unsqueeze(-1), 0)
-        hidden = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(previous)], dim=-1))
+        """The normed hidden states `[T, H]`, for the head and the next layer.
+
+        `input_ids [T] int64` are looked up in `embedding [vocab, H]`; `previous [T, H]`.
+        """
+        embedding_norm, hidden_norm, eps = self.enorm.weight, self.hnorm.weight, self.enorm.eps
+        inputs = draft_layer_inputs(
+            input_ids, context.positions, embedding, previous, embedding_norm, hidden_norm, eps, False,
+            self.mask_first_embedding,
+        )  # fmt: skip
+        hidden = self.eh_proj(inputs)
         block = self.mtp_block
         return block(
             block.input_layernorm(hidden), hidden, context, kv_cache, cos_sin, self.shared_head_norm, self.index
@@ -101,7 +109,8 @@ class DeepseekMTP(nn.Module):
         kv_cache: torch.Tensor,
     ) -> torch.Tensor:
         """Layer `layer` over `input_ids [T] int64` (the tokens after the positions) -> hidden `[T, H]`."""
-        return self.layers[layer](self.embed_tokens(input_ids), previous, context, kv_cache, self.cos_sin)
+        weight = self.embed_tokens.weight
+        return self.layers[layer](input_ids, weight, previous, context, kv_cache, self.cos_sin)
 
     def compute_logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """`[N, H] -> [N, vocab] float32`."""
