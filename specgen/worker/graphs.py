@@ -78,9 +78,22 @@ def capture(run: Callable[[], Result], pool: tuple[int, int]) -> tuple[torch.cud
     return graph, result
 
 
+class _Layout(NamedTuple):
+    """What every step of so many rows with K + 1 tokens each has in common, `int32`.
+
+    bounds `[B + 1]`: where rows begin; local and spec_start `[B (K + 1)]`: a token's place in its row, and the place of
+    the row's first draft.
+    """
+
+    bounds: torch.Tensor
+    local: torch.Tensor
+    spec_start: torch.Tensor
+
+
 class _Graph(NamedTuple):
     graph: torch.cuda.CUDAGraph
     inputs: torch.Tensor
+    layout: _Layout  # the graph reads it
     tokens: StepTokens
 
 
@@ -135,26 +148,32 @@ class DecodeGraphs:
     def _capture(self, size: int, max_seq_len: int, needs: ProcessorNeeds) -> _Graph:
         start = time.perf_counter()
         inputs = torch.full((2, size), -1, dtype=torch.int32, device=self._states.device)
-        graph, tokens = capture(
-            lambda: self._run_step(self._uniform_batch(inputs, max_seq_len, needs)),  # padded rows change nothing
-            self._pool,
+        layout = self._layout(size)
+        graph, tokens = capture(  # padded rows change nothing
+            lambda: self._run_step(self._uniform_batch(inputs, layout, max_seq_len, needs)), self._pool
         )
         seconds = time.perf_counter() - start
         self.capture_seconds += seconds
         logger.debug("captured a decode step of %d rows in %.2f s", size, seconds)
-        return _Graph(graph, inputs, tokens)
+        return _Graph(graph, inputs, layout, tokens)
 
-    def _uniform_batch(self, inputs: torch.Tensor, max_seq_len: int, needs: ProcessorNeeds) -> InputBatch:
+    def _layout(self, size: int) -> _Layout:
+        width, device = self._num_drafts + 1, self._states.device
+        bounds = torch.arange(size + 1, dtype=torch.int32, device=device) * width
+        local = torch.arange(width, dtype=torch.int32, device=device).repeat(size)
+        return _Layout(bounds, local, (bounds[:-1] + 1).repeat_interleave(width))
+
+    def _uniform_batch(
+        self, inputs: torch.Tensor, layout: _Layout, max_seq_len: int, needs: ProcessorNeeds
+    ) -> InputBatch:
         """K + 1 tokens a row, from device values alone: `inputs[0]` are the rows' slots, `inputs[1]` their drafts."""
         s, width = self._states, self._num_drafts + 1
         slots, num_drafts = inputs
         idx_mapping = live_slots(slots, s.finished)  # a row that ended is a padded row
-        size, device = len(idx_mapping), s.device
-        bounds = torch.arange(size + 1, dtype=torch.int32, device=device) * width
-        local = torch.arange(width, dtype=torch.int32, device=device).repeat(size)
+        size = len(idx_mapping)
         prepared = prepare_inputs(
             idx_mapping,
-            bounds,
+            layout.bounds,
             size * width,
             token_ids=s.token_ids,
             total_len=s.total_len,
@@ -163,12 +182,12 @@ class DecodeGraphs:
             block_tables=s.block_tables,
             block_size=self._block_size,
         )
-        is_draft = local.view(size, width) <= num_drafts.clamp(min=0).unsqueeze(1)
+        is_draft = layout.local.view(size, width) <= num_drafts.clamp(min=0).unsqueeze(1)
         input_ids = torch.where(is_draft.flatten(), prepared.input_ids, -1)
         context = AttentionContext(
             positions=prepared.positions,
             slot_mapping=prepared.slot_mapping,
-            query_start_loc=bounds,
+            query_start_loc=layout.bounds,
             seq_lens=prepared.seq_lens,
             idx_mapping=idx_mapping,
             block_tables=s.block_tables,
@@ -177,13 +196,13 @@ class DecodeGraphs:
         )
         return InputBatch(
             idx_mapping=idx_mapping,
-            query_start_loc=bounds,
-            cu_num_logits=bounds,
+            query_start_loc=layout.bounds,
+            cu_num_logits=layout.bounds,
             input_ids=input_ids,
             context=context,
-            logits_indices=torch.arange(size * width, device=device),
+            logits_indices=None,
             row_slots=idx_mapping.repeat_interleave(width),
-            spec_start=(bounds[:-1] + 1).repeat_interleave(width),
-            spec_count=local,
+            spec_start=layout.spec_start,
+            spec_count=layout.local,
             needs=needs,
         )

@@ -23,9 +23,9 @@ class InputBatch(NamedTuple):
     """One step on the device.
 
     idx_mapping `[B] int32`, query_start_loc and cu_num_logits `[B+1] int32`; input_ids and positions `[T] int64`;
-    logits_indices `[N] int64`; row_slots, spec_start and spec_count `[N] int32` (request slot of each logits row; which
-    of the logits rows' input ids are drafts before it); `needs`: the processors
-    that some row uses.
+    logits_indices `[N] int64`, None if every token has logits; row_slots, spec_start and spec_count `[N] int32`
+    (request slot of each logits row; which of the logits rows' input ids are drafts before it); `needs`: the
+    processors that some row uses.
     """
 
     idx_mapping: torch.Tensor
@@ -33,7 +33,7 @@ class InputBatch(NamedTuple):
     cu_num_logits: torch.Tensor
     input_ids: torch.Tensor
     context: AttentionContext
-    logits_indices: torch.Tensor
+    logits_indices: torch.Tensor | None
     row_slots: torch.Tensor
     spec_start: torch.Tensor
     spec_count: torch.Tensor
@@ -43,6 +43,10 @@ class InputBatch(NamedTuple):
     def positions(self) -> torch.Tensor:
         """`[T] int64`, the absolute position of each input token."""
         return self.context.positions
+
+    def at_logits(self, values: torch.Tensor) -> torch.Tensor:
+        """What `values [T, ...]` are for the logits rows, `[N, ...]`."""
+        return values if self.logits_indices is None else values[self.logits_indices]
 
 
 class HostBatch(NamedTuple):

@@ -249,16 +249,16 @@ class ModelRunner:
 
         Or up to the row's end, behind which `sampled` goes on.
         """
-        ids = batch.input_ids[batch.logits_indices]
+        ids = batch.at_logits(batch.input_ids)
         rows = SamplingRows(
             row_slots=batch.row_slots,
-            positions=batch.positions[batch.logits_indices],
+            positions=batch.at_logits(batch.positions),
             spec_ids=ids,
             spec_start=batch.spec_start,
             spec_count=batch.spec_count,
             needs=batch.needs,
         )
-        logits = self._logits(hidden[batch.logits_indices])
+        logits = self._logits(batch.at_logits(hidden))
         # the sampler works in place
         given = logits.clone() if self.on_logits is not None or rows.needs.raw_logprobs else logits
         by_ratio = self.states.draft_logits.shape[0] > 0 and rows.needs.noise

@@ -92,7 +92,10 @@ class MTPSpeculator:
         weight = mtp.embed_tokens.weight
         # layer j's output at the last verified position, for layer j+1
         self._carry = weight.new_zeros(max(mtp.num_layers - 1, 0), num_slots, hidden_size)
-        self._arange = torch.arange(num_slots + 1, dtype=torch.int32, device=weight.device)
+        # where rows of so many columns begin, and how many drafts stand before the one that is drawn
+        arange = torch.arange(num_slots + 1, dtype=torch.int32, device=weight.device)
+        self._starts = {width: arange * width for width in {num_speculative_tokens, *range(1, mtp.num_layers + 1)}}
+        self._counts = [torch.full_like(arange, step) for step in range(num_speculative_tokens)]
 
     def propose(
         self,
@@ -185,7 +188,7 @@ class MTPSpeculator:
             idx_mapping=batch.idx_mapping,
             positions=inputs.positions,
             slot_mapping=inputs.slot_mapping,
-            query_start_loc=self._arange[: num_reqs + 1] * width,
+            query_start_loc=self._starts[width][: num_reqs + 1],
             seq_lens=inputs.seq_lens,
             max_query_len=width,
         )
@@ -214,13 +217,12 @@ class MTPSpeculator:
         if not self.drafting.processors:
             needs = ProcessorNeeds(penalties=False, filters=False, noise=needs.noise)
         logits, extra_ids = self._logits(step % self.mtp.num_layers, hidden, needs.rules)
-        start = self._arange[:num_reqs] * width
         rows = SamplingRows(
             row_slots=batch.idx_mapping,
             positions=base_positions + (1 + step),
             spec_ids=drafts.flatten(),
-            spec_start=start,
-            spec_count=torch.full_like(start, step),
+            spec_start=self._starts[width][:num_reqs],
+            spec_count=self._counts[step][:num_reqs],
             needs=needs,
         )
         keep = self.states.draft_logits.shape[0] > 0 and needs.noise

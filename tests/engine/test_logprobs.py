@@ -169,7 +169,7 @@ def test_a_row_whose_logits_are_no_numbers_fails_alone(
         logits = compute(hidden)
         batch = seen[0] if seen else None
         if batch is not None and len(logits) == len(batch.row_slots):
-            positions = batch.positions[batch.logits_indices]
+            positions = batch.at_logits(batch.positions)
             own = states.seeds[batch.row_slots.long()] == rows[longest].seed
             logits[own & (positions == at)] = torch.nan
         return logits

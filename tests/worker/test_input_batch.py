@@ -80,7 +80,10 @@ def test_the_devices_counts_decide_positions_ids_and_slots() -> None:
     assert batch.positions.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 1]
     assert batch.context.seq_lens.tolist() == [5, 9, 2]
     assert batch.context.slot_mapping.tolist() == [12, 13, 14, 15, 36, 9, 10, 11, 24, 5]
+    assert batch.logits_indices is not None
     assert batch.logits_indices.tolist() == [4, 5, 6, 7, 8, 9] and batch.logits_indices.dtype == torch.int64
+    assert batch.at_logits(batch.positions).tolist() == [4, 5, 6, 7, 8, 1]
+    assert batch._replace(logits_indices=None).at_logits(batch.positions) is batch.positions
 
 
 def test_recomputed_positions_behind_a_hit_are_not_written() -> None:
