@@ -1,4 +1,4 @@
-"""Without Triton the kernel files still import and their twins run; a form that it can't compile gives way to another."""
+"""Without Triton the kernels still import and their twins run; a form that it can't compile gives way to another."""
 
 import ast
 import subprocess
