@@ -9,7 +9,7 @@ of `_mla_whole` to do. A step is one block of the cache.
 
 from specgen.kernels._mla_common import NO_MAX, SUM_COLUMNS
 from specgen.kernels._tiles import tile_of_request
-from specgen.kernels._triton import gl, gluon, hopper, wait_for_inputs
+from specgen.kernels._triton import gl, gluon, hopper, load_block, thread_barrier, wait_for_inputs
 
 
 @gluon.jit
@@ -20,8 +20,8 @@ def _fetch(
     row = gl.load(block_ptr) * STEP_KEYS
     barrier = ready.index(buffer)
     hopper.mbarrier.expect(barrier, latents.block_type.nbytes + ropes.block_type.nbytes)
-    hopper.tma.async_copy_global_to_shared(latents, [row, 0], barrier, latent_buffers.index(buffer))
-    hopper.tma.async_copy_global_to_shared(ropes, [row, RANK], barrier, rope_buffers.index(buffer))
+    load_block(latents, [row, 0], barrier, latent_buffers.index(buffer))
+    load_block(ropes, [row, RANK], barrier, rope_buffers.index(buffer))
 
 
 @gluon.jit
@@ -134,7 +134,7 @@ def mla_hopper_kernel(
         no_scores = gl.zeros([ROWS, STEP_KEYS], gl.float32, scores_layout)
         for step in range(0, num_steps):
             buffer = step % 2
-            gl.thread_barrier()  # nobody reads the other buffer any more
+            thread_barrier()  # nobody reads the other buffer any more
             if step + 1 < num_steps:
                 _fetch(
                     latents, ropes, table_ptr + step + 1, 1 - buffer, latent_buffers, rope_buffers, ready, RANK,
@@ -146,7 +146,7 @@ def mla_hopper_kernel(
             if is_edge:
                 _clear_what_is_not_finite(latent, RANK, copy_layout)
                 hopper.fence_async_shared()
-                gl.thread_barrier()
+                thread_barrier()
             scores = hopper.warpgroup_mma(q_latent, latent.permute([1, 0]), no_scores, use_acc=False, is_async=True)
             scores = hopper.warpgroup_mma(q_rope, rope_buffers.index(buffer).permute([1, 0]), scores, is_async=True)
             scores = hopper.warpgroup_mma_wait(0, deps=[scores])
@@ -160,7 +160,7 @@ def mla_hopper_kernel(
             weights = gl.exp2((scores - new_max[:, None]) * scale_log2).to(DTYPE)
             weights_buffer.store(weights)
             hopper.fence_async_shared()
-            gl.thread_barrier()
+            thread_barrier()
             row_max = new_max
             row_sum = row_sum * gl.convert_layout(decay, sum_row)[:, None]
             acc = acc * gl.convert_layout(decay, acc_row)[:, None]

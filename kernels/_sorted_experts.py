@@ -5,12 +5,13 @@ Hopper it takes one such item after the other (`_sorted_hopper`). Sums run over 
 `moe_experts`: the bits are the same.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from specgen.kernels._sorted_hopper import product_hopper_kernel, store_layout
-from specgen.kernels._triton import descriptor, gl, is_hopper, pdl, tl, triton, wait_for_inputs
+from specgen.kernels._triton import descriptor, gl, is_hopper, launched, pdl, tl, triton, wait_for_inputs
 
 # Columns, inner, stages of the gated product (of each of its two) and of the second one.
 _GATED = (128, 64, 4)
@@ -59,9 +60,9 @@ def sorted_products(x: torch.Tensor, pairs: SortedPairs, w13: torch.Tensor, w2: 
     rows = x.index_select(0, pairs.tokens)
     activated = torch.empty(len(rows), w2.shape[2], dtype=x.dtype, device=x.device)
     out = torch.empty_like(rows)
-    run = _run_hopper if x.is_cuda and is_hopper() else _run
-    run(rows, w13, activated, pairs, True, *_GATED)
-    run(activated, w2, out, pairs, False, *_DOWN)
+    for product in ((rows, w13, activated, pairs, True, *_GATED), (activated, w2, out, pairs, False, *_DOWN)):
+        if not (x.is_cuda and is_hopper() and launched("experts of many tokens", partial(_run_hopper, *product))):
+            _run(*product)
     return out
 
 

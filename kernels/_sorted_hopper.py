@@ -11,7 +11,7 @@ and then as many of up.
 
 from typing import Any
 
-from specgen.kernels._triton import gl, gluon, hopper
+from specgen.kernels._triton import gl, gluon, hopper, load_block, thread_barrier
 
 
 def store_layout(rows: int, columns: int) -> Any:
@@ -31,13 +31,13 @@ def _fetch(rows, weights, row, block_row, start, row_buffer, weight_buffer, barr
     """Start copying a step's blocks into a stage; `barrier` is told."""
     COLUMNS: gl.constexpr = weights.block_type.shape[0]
     hopper.mbarrier.expect(barrier, rows.block_type.nbytes + weights.block_type.nbytes * (2 if GATED else 1))
-    hopper.tma.async_copy_global_to_shared(rows, [row, start], barrier, row_buffer)
+    load_block(rows, [row, start], barrier, row_buffer)
     if GATED:
         gate, up = weight_buffer.slice(0, COLUMNS), weight_buffer.slice(COLUMNS, COLUMNS)
-        hopper.tma.async_copy_global_to_shared(weights, [block_row, start], barrier, gate)
-        hopper.tma.async_copy_global_to_shared(weights, [block_row + num_columns, start], barrier, up)
+        load_block(weights, [block_row, start], barrier, gate)
+        load_block(weights, [block_row + num_columns, start], barrier, up)
     else:
-        hopper.tma.async_copy_global_to_shared(weights, [block_row, start], barrier, weight_buffer)
+        load_block(weights, [block_row, start], barrier, weight_buffer)
 
 
 @gluon.jit
@@ -102,7 +102,7 @@ def _consume(
                 row_buffers.index(stage), weight_buffers.index(stage).permute([1, 0]), acc, is_async=True
             )  # fmt: skip
             acc = hopper.warpgroup_mma_wait(1, deps=[acc])
-            gl.thread_barrier()  # nobody multiplies the step before any more
+            thread_barrier()  # nobody multiplies the step before any more
             hopper.mbarrier.arrive(free.index(before), pred=start > 0)
             before = stage
             stage += 1
@@ -110,7 +110,7 @@ def _consume(
                 stage = 0
                 phase ^= 1
         acc = hopper.warpgroup_mma_wait(0, deps=[acc])
-        gl.thread_barrier()
+        thread_barrier()
         hopper.mbarrier.arrive(free.index(before))
         _store(acc, out_ptr, tiles_ptr, max_tiles, item, columns, num_columns, STORE, GATED, ROWS, COLUMNS)
 

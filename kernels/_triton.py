@@ -6,7 +6,14 @@ With the stand-ins the kernel files still import, so that the twins run; launchi
 # mypy: ignore-errors
 
 import functools
+import logging
+import os
+from collections.abc import Callable
 from typing import Any
+
+# Products and sums are fused to one rounding, as they were when forms of a kernel were compared bit by bit; from Triton
+# 3.10 on it would not be the default.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 try:
     import triton
@@ -56,6 +63,9 @@ except ImportError:
     tl = _LanguageStandIn()
 
 
+logger = logging.getLogger(__name__)
+
+
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
     """Wait for the kernels before this one, then let the next one be set up while this one runs.
@@ -90,10 +100,34 @@ def pdl() -> dict[str, bool]:
 
 @functools.cache
 def is_hopper() -> bool:
-    """Whether kernels in Gluon for Hopper can run: compute capability 9.0, and a Triton that has them."""
+    """Whether there may be kernels in Gluon for Hopper: compute capability 9.0, and a Triton that has Gluon."""
     import torch
 
     return hopper is not None and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+_not_compiled: set[str] = set()
+
+
+def launched(name: str, launch: Callable[[], object]) -> bool:
+    """Launch a kernel in Gluon, whose language changes from one Triton to the next; False if this one can't compile it.
+
+    Another form of the kernel, with the same bits, is then to be launched. `name` is for the log, once.
+    """
+    if name in _not_compiled:
+        return False
+    try:
+        launch()
+    except (triton.CompilationError, triton.OutOfResources, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "PassManager" not in str(error):
+            raise  # of the device, not of the compiler
+        _not_compiled.add(name)
+        reason = " ".join(str(error).split())[:200]
+        logger.warning(
+            "%s: Triton %s can't compile the form for Hopper, a slower one runs: %s", name, triton.__version__, reason
+        )
+        return False
+    return True
 
 
 def can_use_tma(*tensors: Any) -> bool:
@@ -113,8 +147,12 @@ try:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia import hopper
+
+    # By their names until Triton 3.6 and 3.8, and since.
+    thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+    load_block = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
 except ImportError:  # a Triton without it, or none
-    gluon, gl, hopper = triton, tl, None
+    gluon, gl, hopper, thread_barrier, load_block = triton, tl, None, None, None
 
 __all__ = [
     "HAS_TRITON",
@@ -125,7 +163,10 @@ __all__ = [
     "gluon",
     "hopper",
     "is_hopper",
+    "launched",
+    "load_block",
     "pdl",
+    "thread_barrier",
     "tl",
     "triton",
     "wait_for_inputs",

@@ -10,6 +10,7 @@ bound `max_seq_len` doesn't matter either. Measured on the CPU (AVX-512, 1 and 2
 neither on the number of items nor on the row's place.
 """
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from specgen.kernels._mla_plan import KEYS, Slab, plan_slabs
 from specgen.kernels._mla_whole import mla_split_kernel
 from specgen.kernels._mla_wide import mla_scores_kernel, mla_values_kernel
 from specgen.kernels._tile_attention import attend, pad_heads, tile_queries
-from specgen.kernels._triton import can_use_tma, gl, is_hopper, pdl, triton
+from specgen.kernels._triton import can_use_tma, gl, is_hopper, launched, pdl, triton
 
 # On CUDA: rows of a tile (queries x heads), keys a step, keys of a split. Never a function of the batch.
 _TILE_ROWS = 64
@@ -186,7 +187,7 @@ def mla_attention_triton(
     partial_bytes = head_groups * splits * _TILE_ROWS * (rank + 2) * 4 if splits > 1 else 0
     scores_bytes = head_groups * steps * _TILE_ROWS * _STEP_KEYS * 4 if is_wide else 0
     tiles_a_launch = max(1, min(num_tiles, _SCRATCH_BYTES // max(1, partial_bytes + scores_bytes)))
-    partial = torch.empty(partial_bytes // 4 * tiles_a_launch, dtype=torch.float32, device=q.device)
+    partial_results = torch.empty(partial_bytes // 4 * tiles_a_launch, dtype=torch.float32, device=q.device)
     scores = torch.empty(scores_bytes // 4 * tiles_a_launch, dtype=torch.float32, device=q.device)
     step = (block_tables, block_tables.stride(0), idx_mapping, query_start_loc, seq_lens)
     shared = {"HEADS": heads, "QUERIES": queries, "REQUESTS": max(16, triton.next_power_of_2(num_requests)), **pdl()}
@@ -205,22 +206,24 @@ def mla_attention_triton(
                 RANK=rank, ROPE=rope, CHUNK=min(chunk, rank), num_warps=4, num_stages=stages, **paged, **shared,
             )  # fmt: skip
             mla_values_kernel[(tiles, head_groups, splits * (rank // column_slice))](
-                scores, kv_cache, *step, out, partial, first_tile, num_requests, steps, *sizes[1:], rope_width,
+                scores, kv_cache, *step, out, partial_results, first_tile, num_requests, steps, *sizes[1:], rope_width,
                 scale_log2, SLICE=column_slice, num_warps=4, num_stages=_VALUES_STAGES, **paged, **cut,
             )  # fmt: skip
-        elif blocks is not None:
-            mla_hopper_kernel[(tiles, head_groups, splits)](
-                q, *blocks, *step, out, partial, first_tile, num_requests, num_heads, scale_log2, ROPE=rope,
+        elif blocks is None or not launched(
+            "latent attention",
+            partial(
+                mla_hopper_kernel[(tiles, head_groups, splits)],
+                q, *blocks, *step, out, partial_results, first_tile, num_requests, num_heads, scale_log2, ROPE=rope,
                 STEP_KEYS=_STEP_KEYS, KEY_START=key_start, num_warps=8, **cut,
-            )  # fmt: skip
-        else:
+            ),
+        ):  # fmt: skip
             mla_split_kernel[(tiles, head_groups, splits)](
-                q, kv_cache, *step, out, partial, first_tile, *sizes, rope_width, scale_log2,
+                q, kv_cache, *step, out, partial_results, first_tile, *sizes, rope_width, scale_log2,
                 ROPE=rope, num_warps=8, num_stages=2, **paged, **cut,
             )  # fmt: skip
         if splits > 1:
             mla_join_kernel[(tiles, head_groups, _TILE_ROWS)](
-                *step[2:], partial, out, first_tile, *sizes, scale_log2, num_warps=4, **cut
+                *step[2:], partial_results, out, first_tile, *sizes, scale_log2, num_warps=4, **cut
             )
     return out
 
