@@ -170,18 +170,27 @@ def test_half_precision(op: Op, device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="tensor-core arithmetic and graphs are meant")
+@pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (9, 3, 64), (28, 4, 128)])
 def test_law_on_the_gpu_in_bfloat16_also_from_a_graph(
-    heads: int, kv_heads: int, dim: int, monkeypatch: pytest.MonkeyPatch
+    heads: int, kv_heads: int, dim: int, block_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Chunks, verification and single tokens give a row the same bits, on Hopper in each of its forms as well."""
     monkeypatch.setattr(module, "_SPLIT_KEYS", 64)
-    model = Model(heads=heads, kv_heads=kv_heads, dim=dim)
+    model = Model(heads=heads, kv_heads=kv_heads, dim=dim, block_size=block_size)
     parts = [Part(1, 139, 139), Part(0, 150, 4), Part(2, 77, 1)]
 
     def in_half(*args: Any) -> torch.Tensor:
         return gqa_attention_triton(args[0].bfloat16(), args[1].bfloat16(), *args[2:])
 
-    whole = model.run(in_half, "cuda", parts)
+    with monkeypatch.context() as not_on_hopper:
+        not_on_hopper.setattr(module, "_hopper_blocks", lambda *_: None)
+        whole = model.run(in_half, "cuda", parts)
+    for wide_programs in (1, 10**6):
+        with monkeypatch.context() as one_form:
+            one_form.setattr(module, "_WIDE_PROGRAMS", wide_programs)
+            for key, row in model.run(in_half, "cuda", parts).items():
+                assert torch.equal(row, whole[key]), key
     for size, step in [(1, 3), (4, 3), (37, 17)]:
         for end in range(size, 140, step):
             for key, row in model.run(in_half, "cuda", [Part(1, end, size)]).items():
