@@ -118,7 +118,7 @@ def launched(name: str, launch: Callable[[], object]) -> bool:
         return False
     try:
         launch()
-    except (triton.CompilationError, triton.OutOfResources, RuntimeError) as error:
+    except (triton.TritonError, RuntimeError) as error:  # of the language, of ptxas, for want of resources
         if isinstance(error, RuntimeError) and "PassManager" not in str(error):
             raise  # of the device, not of the compiler
         _not_compiled.add(name)

@@ -195,7 +195,7 @@ def mla_attention_triton(
     paged = {"BLOCK_SIZE": kv_cache.shape[1], "STEP_KEYS": _STEP_KEYS, "KEY_START": key_start}
     sizes = (num_requests, num_heads, kv_lora_rank)
     rope_width, scale_log2 = width - kv_lora_rank, scale * _LOG2_E
-    blocks = None if is_wide else _hopper_blocks(q, kv_cache, rank)
+    blocks = None if is_wide else _hopper_blocks(q, kv_cache, kv_lora_rank)
     for first_tile in range(0, num_tiles, tiles_a_launch):
         tiles = min(tiles_a_launch, num_tiles - first_tile)
         if is_wide:

@@ -13,8 +13,16 @@ from specgen.kernels.gqa_attention import gqa_attention, gqa_attention_torch, gq
 class Model(PagedModel):
     """Keys and values of a few heads."""
 
-    def __init__(self, heads: int = 6, kv_heads: int = 2, dim: int = 16, block_size: int = 16, seed: int = 0) -> None:
-        super().__init__(2 * kv_heads * dim, (heads, dim), kv_heads, block_size, seed)
+    def __init__(
+        self,
+        heads: int = 6,
+        kv_heads: int = 2,
+        dim: int = 16,
+        block_size: int = 16,
+        seed: int = 0,
+        length: int = LENGTH,
+    ) -> None:
+        super().__init__(2 * kv_heads * dim, (heads, dim), kv_heads, block_size, seed, length)
 
     def naive(self, slot: int, position: int, key_start: int = 0) -> torch.Tensor:
         """Return one row in float64: softmax over all keys it may see."""
@@ -170,20 +178,23 @@ def test_half_precision(op: Op, device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="tensor-core arithmetic and graphs are meant")
+@pytest.mark.parametrize("split_keys", [64, 256])
+@pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (9, 3, 64), (28, 4, 128)])
 def test_law_on_the_gpu_in_bfloat16_also_from_a_graph(
-    heads: int, kv_heads: int, dim: int, monkeypatch: pytest.MonkeyPatch
+    heads: int, kv_heads: int, dim: int, block_size: int, split_keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_SPLIT_KEYS", 64)
-    model = Model(heads=heads, kv_heads=kv_heads, dim=dim)
-    parts = [Part(1, 139, 139), Part(0, 150, 4), Part(2, 77, 1)]
+    """Chunks, verification and single tokens give a row the same bits, over up to ten steps of keys."""
+    monkeypatch.setattr(module, "_SPLIT_KEYS", split_keys)
+    model = Model(heads=heads, kv_heads=kv_heads, dim=dim, block_size=block_size, length=640)
+    parts = [Part(1, 600, 600), Part(0, 633, 4), Part(2, 77, 1)]
 
     def in_half(*args: Any) -> torch.Tensor:
         return gqa_attention_triton(args[0].bfloat16(), args[1].bfloat16(), *args[2:])
 
     whole = model.run(in_half, "cuda", parts)
-    for size, step in [(1, 3), (4, 3), (37, 17)]:
-        for end in range(size, 140, step):
+    for size, step in [(1, 13), (4, 31), (37, 77)]:
+        for end in range(size, 600, step):
             for key, row in model.run(in_half, "cuda", [Part(1, end, size)]).items():
                 assert torch.equal(row, whole[key]), (size, key)
     args = model.args(parts[1:], 0, 0, model.cache(parts), "cuda")

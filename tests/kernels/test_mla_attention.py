@@ -13,8 +13,16 @@ from specgen.kernels.mla_attention import mla_attention, mla_attention_torch, ml
 class Model(PagedModel):
     """Latents and rotated keys."""
 
-    def __init__(self, heads: int = 4, rank: int = 32, rope: int = 16, block_size: int = 16, seed: int = 0) -> None:
-        super().__init__(rank + rope, (heads, rank + rope), rank, block_size, seed)
+    def __init__(
+        self,
+        heads: int = 4,
+        rank: int = 32,
+        rope: int = 16,
+        block_size: int = 16,
+        seed: int = 0,
+        length: int = LENGTH,
+    ) -> None:
+        super().__init__(rank + rope, (heads, rank + rope), rank, block_size, seed, length)
 
     def naive(self, slot: int, position: int, key_start: int = 0) -> torch.Tensor:
         """Return one row in float64: softmax over all keys it may see."""
@@ -159,18 +167,19 @@ def test_half_precision(op: Op, device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="tensor-core arithmetic and graphs are meant")
+@pytest.mark.parametrize("split_keys", [64, 256, 1024])
 @pytest.mark.parametrize(("heads", "block_size", "key_start"), [(16, 64, 0), (16, 64, 1), (16, 16, 0), (128, 64, 0)])
 def test_law_on_the_gpu_in_bfloat16_also_from_a_graph(
-    heads: int, block_size: int, key_start: int, monkeypatch: pytest.MonkeyPatch
+    heads: int, block_size: int, key_start: int, split_keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All forms, chunks, verification and single tokens give a row the same bits."""
-    model = Model(heads=heads, rank=512, rope=64, block_size=block_size)
-    parts = [Part(1, 139, 139), Part(0, 150, 4), Part(2, 77, 1)]
+    """All forms, chunks, verification and single tokens give a row the same bits, over up to ten steps of keys."""
+    model = Model(heads=heads, rank=512, rope=64, block_size=block_size, length=640)
+    parts = [Part(1, 600, 600), Part(0, 633, 4), Part(2, 77, 1)]
 
     def in_half(*args: Any) -> torch.Tensor:
         return mla_attention_triton(args[0].bfloat16(), args[1].bfloat16(), *args[2:])
 
-    monkeypatch.setattr(module, "_SPLIT_KEYS", 64)
+    monkeypatch.setattr(module, "_SPLIT_KEYS", split_keys)
     with monkeypatch.context() as only_whole:
         only_whole.setattr(module, "_is_wide", lambda *_: False)
         only_whole.setattr(module, "_hopper_blocks", lambda *_: None)
@@ -181,8 +190,8 @@ def test_law_on_the_gpu_in_bfloat16_also_from_a_graph(
             for key, row in model.run(in_half, "cuda", parts, 0, key_start).items():
                 assert torch.equal(row, whole[key]), key
     monkeypatch.setattr(module, "_WIDE_TILES", 20)
-    for size, step in [(1, 3), (4, 3), (37, 17)]:
-        for end in range(size, 140, step):
+    for size, step in [(1, 13), (4, 31), (37, 77)]:
+        for end in range(size, 600, step):
             for key, row in model.run(in_half, "cuda", [Part(1, end, size)], 0, key_start).items():
                 assert torch.equal(row, whole[key]), (size, key)
     args = model.args(parts[1:], 0, key_start, model.cache(parts, key_start), "cuda")

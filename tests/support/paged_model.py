@@ -27,13 +27,16 @@ MIXED = [Part(1, 133, 5), Part(-1, 0, 3), Part(0, 70, 1), Part(2, 9, 9)]
 class PagedModel:
     """What an attention's naive form is written for: `keys` and `queries` by slot and position."""
 
-    def __init__(self, per_token: int, query: tuple[int, int], layout: int, block_size: int, seed: int) -> None:
-        """Cache columns a token, (heads, columns) of a query, and the argument that says how cache columns are cut."""
+    def __init__(
+        self, per_token: int, query: tuple[int, int], layout: int, block_size: int, seed: int, length: int = LENGTH
+    ) -> None:
+        """Cache columns a token, (heads, columns) of a query, the argument that says how cache columns are cut, and
+        the positions of a slot."""
         torch.manual_seed(0)
         self.layout, self.block_size = layout, block_size
-        self.keys = torch.randn(3, LENGTH, per_token)
-        self.queries = torch.randn(3, LENGTH, *query)
-        num_blocks = -(-LENGTH // block_size)
+        self.keys = torch.randn(3, length, per_token)
+        self.queries = torch.randn(3, length, *query)
+        num_blocks = -(-length // block_size)
         generator = torch.Generator().manual_seed(seed)
         self.tables = torch.randperm(3 * num_blocks + 5, generator=generator)[: 3 * num_blocks].view(3, -1).int()
 
@@ -52,7 +55,7 @@ class PagedModel:
 
     def args(self, parts: Sequence[Part], padding: int, key_start: int, cache: torch.Tensor, device: str) -> list[Any]:
         """Return the step's arguments, with rows of padding at the end."""
-        none = torch.full((LENGTH, *self.queries.shape[2:]), torch.nan)
+        none = torch.full(self.queries.shape[1:], torch.nan)
         rows = [self.queries[slot, end - n : end] if slot >= 0 else none[:n] for slot, end, n in parts]
         q = torch.cat([*rows, none[:padding]])
         lens = torch.tensor([0, *(part.query_len for part in parts)])
