@@ -18,6 +18,7 @@ _GATED = (128, 64, 4)
 _DOWN = (256, 64, 4)
 _ROWS = 128
 _CHUNK = 2048  # pairs that one program counts, and sorts
+_GATHERED = 8192  # elements that one program copies
 
 
 class SortedPairs(NamedTuple):
@@ -55,9 +56,21 @@ def sort_pairs(ids: torch.Tensor, num_experts: int) -> SortedPairs:
     return pairs
 
 
+def gather_rows(x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Return x[tokens]: [P, H], for `x [T, H]`, contiguous, and `tokens [P] int32`."""
+    num_rows, width = len(tokens), x.shape[1]
+    rows = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
+    columns = triton.next_power_of_2(width)
+    rows_a_program = max(1, _GATHERED // columns)
+    _gather_kernel[(triton.cdiv(num_rows, rows_a_program),)](
+        x, tokens, rows, num_rows, width, ROWS=rows_a_program, COLUMNS=columns, num_warps=4, **pdl()
+    )
+    return rows
+
+
 def sorted_products(x: torch.Tensor, pairs: SortedPairs, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
     """Return w2[e] @ silu_mul(w13[e] @ x) of every sorted row: [P, H] in x's dtype. Weights as in `moe_experts`."""
-    rows = x.index_select(0, pairs.tokens)
+    rows = gather_rows(x, pairs.tokens)
     activated = torch.empty(len(rows), w2.shape[2], dtype=x.dtype, device=x.device)
     out = torch.empty_like(rows)
     for product in ((rows, w13, activated, pairs, True, *_GATED), (activated, w2, out, pairs, False, *_DOWN)):
@@ -170,6 +183,20 @@ def _sort_kernel(
             tl.store(target + 2 * max_tiles, tl.minimum(row + ROWS, end), mask=real)
         if expert == num_experts - 1:
             tl.store(num_tiles_ptr, first_tile + own_tiles)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _gather_kernel(
+    x_ptr, tokens_ptr, rows_ptr, num_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """rows[i] = x[tokens[i]]."""
+    wait_for_inputs(PDL)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token = tl.load(tokens_ptr + row, mask=row < num_rows, other=0).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    mask = (row < num_rows)[:, None] & (column < width)[None, :]
+    x = tl.load(x_ptr + token[:, None] * width + column[None, :], mask=mask)
+    tl.store(rows_ptr + row.to(tl.int64)[:, None] * width + column[None, :], x, mask=mask)
 
 
 @triton.jit(do_not_specialize=["max_tiles"])

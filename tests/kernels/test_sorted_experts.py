@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from specgen.kernels import _sorted_experts as module
-from specgen.kernels._sorted_experts import sort_pairs, sorted_products
+from specgen.kernels._sorted_experts import gather_rows, sort_pairs, sorted_products
 from specgen.kernels._triton import is_hopper
 
 # The interpreter's dot multiplies bfloat16's bits; float16 stands in for it there.
@@ -54,6 +54,13 @@ def test_every_pair_has_its_place(
         row += count
     assert pairs.num_tiles.item() == len(expected) <= pairs.tiles.shape[1]
     assert pairs.tiles[:, : len(expected)].T.tolist() == expected
+
+
+@pytest.mark.parametrize(("num_tokens", "num_rows", "width"), [(7, 21, 48), (3, 1, 8192), (5, 400, 16)])
+def test_gathered_rows(kernel_device: str, num_tokens: int, num_rows: int, width: int) -> None:
+    x = torch.randn(num_tokens, width).to(HALF).to(kernel_device)
+    tokens = torch.randint(0, num_tokens, (num_rows,), dtype=torch.int32, device=kernel_device)
+    assert torch.equal(gather_rows(x, tokens), x[tokens.long()])
 
 
 @pytest.mark.parametrize(
