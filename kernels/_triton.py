@@ -144,6 +144,8 @@ def descriptor(tensor: Any, block: list[int]) -> Any:
 
 
 try:
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
+        raise ImportError("layouts and warp groups are written otherwise in older ones")
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia import hopper
@@ -151,7 +153,7 @@ try:
     # By their names until Triton 3.6 and 3.8, and since.
     thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
     load_block = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
-except ImportError:  # a Triton without it, or none
+except (ImportError, AttributeError):  # a Triton without it, or none
     gluon, gl, hopper, thread_barrier, load_block = triton, tl, None, None, None
 
 __all__ = [

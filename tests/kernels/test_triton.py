@@ -37,6 +37,19 @@ def test_kernels_import_without_triton() -> None:
 triton = pytest.importorskip("triton")
 
 
+OLD = """
+import triton
+triton.__version__ = "3.5.1"
+from specgen.kernels import _triton, mla_attention, moe_experts
+assert _triton.hopper is None
+assert not _triton.is_hopper()
+"""
+
+
+def test_an_older_triton_has_no_kernels_in_gluon() -> None:
+    subprocess.run([sys.executable, "-P", "-c", OLD], check=True)
+
+
 def not_compiled() -> None:
     raise triton.CompilationError("x = 1", ast.parse("x = 1").body[0], "a name is gone")
 
