@@ -11,7 +11,17 @@ from typing import NamedTuple
 import torch
 
 from specgen.kernels._sorted_hopper import product_hopper_kernel, store_layout
-from specgen.kernels._triton import descriptor, gl, is_hopper, launched, pdl, tl, triton, wait_for_inputs
+from specgen.kernels._triton import (
+    descriptor,
+    hopper_descriptor,
+    is_hopper,
+    launched,
+    num_processors,
+    pdl,
+    tl,
+    triton,
+    wait_for_inputs,
+)
 
 # Columns, inner, stages of the gated product (of each of its two) and of the second one.
 _GATED = (128, 64, 4)
@@ -96,15 +106,10 @@ def _run_hopper(
     stages: int,
 ) -> None:
     """As `_run`."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    layout = gl.NVMMASharedLayout(128, 16)
-    programs = torch.cuda.get_device_properties().multi_processor_count
-    product_hopper_kernel[(programs,)](
-        TensorDescriptor.from_tensor(rows, [_ROWS, inner], layout),
-        TensorDescriptor.from_tensor(weights.flatten(0, 1), [columns, inner], layout), out, pairs.tiles,
-        pairs.num_tiles, pairs.tiles.shape[1], out.shape[1], rows.shape[1], GATED=gated, ROWS=_ROWS, COLUMNS=columns,
-        INNER=inner, STAGES=stages, STORE=store_layout(_ROWS, columns), num_warps=8,
+    product_hopper_kernel[(num_processors(),)](
+        hopper_descriptor(rows, [_ROWS, inner]), hopper_descriptor(weights.flatten(0, 1), [columns, inner]), out,
+        pairs.tiles, pairs.num_tiles, pairs.tiles.shape[1], out.shape[1], rows.shape[1], GATED=gated, ROWS=_ROWS,
+        COLUMNS=columns, INNER=inner, STAGES=stages, STORE=store_layout(_ROWS, columns), num_warps=8,
     )  # fmt: skip
 
 

@@ -143,6 +143,21 @@ def descriptor(tensor: Any, block: list[int]) -> Any:
     return TensorDescriptor.from_tensor(tensor, block)
 
 
+def hopper_descriptor(tensor: Any, block: list[int]) -> Any:
+    """Return what kernels in Gluon load [rows, columns] blocks of a 2-D tensor by, as products on Hopper read them."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(tensor, block, gl.NVMMASharedLayout(128, 8 * tensor.itemsize))
+
+
+@functools.cache
+def num_processors() -> int:
+    """Return the number of the current GPU's multiprocessors."""
+    import torch
+
+    return torch.cuda.get_device_properties().multi_processor_count
+
+
 try:
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
         raise ImportError("layouts and warp groups are written otherwise in older ones")
@@ -164,9 +179,11 @@ __all__ = [
     "gl",
     "gluon",
     "hopper",
+    "hopper_descriptor",
     "is_hopper",
     "launched",
     "load_block",
+    "num_processors",
     "pdl",
     "thread_barrier",
     "tl",

@@ -24,7 +24,7 @@ from specgen.kernels._mla_plan import KEYS, Slab, plan_slabs
 from specgen.kernels._mla_whole import mla_split_kernel
 from specgen.kernels._mla_wide import mla_scores_kernel, mla_values_kernel
 from specgen.kernels._tile_attention import attend, pad_heads, tile_queries
-from specgen.kernels._triton import can_use_tma, gl, is_hopper, launched, pdl, triton
+from specgen.kernels._triton import can_use_tma, hopper_descriptor, is_hopper, launched, pdl, triton
 
 # On CUDA: rows of a tile (queries x heads), keys a step, keys of a split. Never a function of the batch.
 _TILE_ROWS = 64
@@ -238,8 +238,5 @@ def _hopper_blocks(q: torch.Tensor, kv_cache: torch.Tensor, rank: int) -> list[A
     fits = rank == 512 and width == 576 and block_size == _STEP_KEYS and kv_cache.dtype == q.dtype and q.itemsize == 2
     if not (fits and q.is_cuda and can_use_tma(kv_cache) and is_hopper()):
         return None
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    layout = gl.NVMMASharedLayout(128, 16)
     rows = kv_cache.view(-1, width)
-    return [TensorDescriptor.from_tensor(rows, [block_size, columns], layout) for columns in (rank, width - rank)]
+    return [hopper_descriptor(rows, [block_size, columns]) for columns in (rank, width - rank)]

@@ -109,6 +109,7 @@ class EngineClient:
         eos_token_ids = tuple(eos_token_ids)
 
         def build() -> tuple[Worker, Scheduler]:
+            """Loads the model and measures what fits, in the engine's own thread."""
             config = replace(
                 _worker_config(recipe, folder),
                 drafting=drafting,

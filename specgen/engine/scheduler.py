@@ -96,6 +96,11 @@ class SchedulerOutput:
     ended: list[EngineOutput] = field(default_factory=list)
 
     @property
+    def num_decode_rows(self) -> int:
+        """Its rows if all of them only decode, else 0."""
+        return len(self.rows) if all(row.is_decode for row in self.rows) else 0
+
+    @property
     def num_tokens(self) -> int:
         """Input tokens of the step."""
         return sum(row.num_tokens for row in self.rows)

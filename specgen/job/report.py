@@ -51,6 +51,7 @@ class _Group:
     spec: SpecStats = field(default_factory=SpecStats)
 
     def add(self, line: _Line) -> None:
+        """Counts an answer."""
         self.answers += 1
         self.failed += line.error is not None
         self.cut += line.finish_reason == "length"
@@ -59,6 +60,7 @@ class _Group:
             self.spec.add(line.spec)
 
     def as_dict(self) -> dict[str, Any]:
+        """The counts, and the means over answers, rounded."""
         return {
             "answers": self.answers,
             "failed": self.failed,
@@ -101,6 +103,7 @@ class _Tally:
         self._failures: list[dict[str, Any]] = []
 
     def add(self, line: _Line) -> None:
+        """Counts an answer, in the whole and in its slices; a failed one gives nothing but its code and itself."""
         self.whole.add(line)
         self._finish[line.finish_reason] += 1
         for name, groups in self.slices.items():
@@ -123,6 +126,7 @@ class _Tally:
                 self._rejecting.offer(-line.spec.acceptance_rate, line)
 
     def as_dict(self) -> dict[str, Any]:
+        """The figures of all lines, rounded, as the report has them."""
         whole, spec = self.whole, self.whole.spec
         per_pos = enumerate(zip(spec.accepted_per_pos, spec.drafted_per_pos, strict=True), start=1)
         return {

@@ -125,12 +125,8 @@ class DecodeGraphs:
         """Graphs so far, which took `capture_seconds`."""
         return len(self._graphs)
 
-    def fits(self, rows: list[ScheduledRow]) -> bool:
-        """Whether every row only decodes."""
-        return all(row.is_decode for row in rows)
-
     def run(self, rows: list[ScheduledRow], needs: ProcessorNeeds) -> StepTokens:
-        """Launches the step; what it gives is valid until the next launch."""
+        """Launches the step of `rows`, all of which only decode; what it gives is valid until the next launch."""
         size = next(s for s in self._sizes if s >= len(rows))
         longest = max(row.num_computed_after for row in rows) + self._num_drafts
         max_seq_len = rounded_seq_len(longest, self._max_seq_len)

@@ -163,12 +163,12 @@ class ModelRunner:
         self.states.add_blocks(step.rows)
         slots = np.fromiter((row.slot for row in step.rows), np.int64, len(step.rows))
         self._last_slots = slots
-        decode_rows = len(step.rows) if all(row.is_decode for row in step.rows) else 0
+        decode_rows = step.num_decode_rows
         self.timer.begin_step(decode_rows, continues=len(step.new_rows) < len(step.rows))
         needs = processor_needs(slots, self.states)
         if self.combinations is not None:
             needs = self.combinations.settle(needs)
-        if self.graphs is not None and self.graphs.fits(step.rows):
+        if self.graphs is not None and decode_rows:
             self.timer.begin("graph")
             self._state = LaunchedStep(self.graphs.run(step.rows, needs), step.rows)
             self.timer.end()

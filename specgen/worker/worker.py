@@ -389,8 +389,8 @@ class Worker:
     def execute_model(self, step: SchedulerOutput) -> None:
         """See `ModelRunner.execute_model`."""
         if self.trace is not None:
-            self.trace.before_step(len(step.rows) if all(row.is_decode for row in step.rows) else 0)
-        if self._threads is not None and all(row.is_decode for row in step.rows):
+            self.trace.before_step(step.num_decode_rows)
+        if self._threads is not None and step.num_decode_rows:
             self._started = time.perf_counter()
         self.runner.execute_model(step)
 
