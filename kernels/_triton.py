@@ -106,7 +106,7 @@ def is_hopper() -> bool:
     return hopper is not None and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
-_not_compiled: set[str] = set()
+not_compiled: set[str] = set()
 
 
 def launched(name: str, launch: Callable[[], object]) -> bool:
@@ -114,14 +114,14 @@ def launched(name: str, launch: Callable[[], object]) -> bool:
 
     Another form of the kernel, with the same bits, is then to be launched. `name` is for the log, once.
     """
-    if name in _not_compiled:
+    if name in not_compiled:
         return False
     try:
         launch()
     except (triton.TritonError, RuntimeError) as error:  # of the language, of ptxas, for want of resources
         if isinstance(error, RuntimeError) and "PassManager" not in str(error):
             raise  # of the device, not of the compiler
-        _not_compiled.add(name)
+        not_compiled.add(name)
         reason = " ".join(str(error).split())[:200]
         logger.warning(
             "%s: Triton %s can't compile the form for Hopper, a slower one runs: %s", name, triton.__version__, reason
@@ -183,6 +183,7 @@ __all__ = [
     "is_hopper",
     "launched",
     "load_block",
+    "not_compiled",
     "num_processors",
     "pdl",
     "thread_barrier",

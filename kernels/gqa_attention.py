@@ -5,28 +5,48 @@ A row (one query token of one head) has one arithmetic whether it comes as decod
 float32; keys that a row can't see change nothing in it. On CUDA the softmax runs along with the keys, and these are
 cut into splits of a fixed number, each summed from nothing, and the splits' results are joined in their order. Few
 tiles give each split a program and are joined by a second kernel, many tiles loop over their splits: the same
-operations in the same order, none of them contracted, so the choice is one of speed. Unwritten slots may hold NaN:
-keys outside a row's range are masked, and their values cleared, before they are multiplied.
+operations in the same order, none of them contracted, so the choice is one of speed. On Hopper `_gqa_hopper` does the
+same in larger tiles, to the bit. Unwritten slots may hold NaN: keys outside a row's range are masked, and their values
+cleared, before they are multiplied.
 """
+
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from specgen.kernels._checks import check, check_same_device
+from specgen.kernels._gqa_hopper import gqa_hopper_kernel
 from specgen.kernels._kv_cache import check_kv_cache
+from specgen.kernels._mla_common import SUM_COLUMNS
 from specgen.kernels._mla_plan import KEYS, Slab, plan_slabs
 from specgen.kernels._tile_attention import attend, pad_heads, tile_queries
 from specgen.kernels._tiles import find_tile
-from specgen.kernels._triton import pdl, tl, triton, wait_for_inputs
+from specgen.kernels._triton import (
+    can_use_tma,
+    hopper_descriptor,
+    is_hopper,
+    launched,
+    not_compiled,
+    pdl,
+    tl,
+    triton,
+    wait_for_inputs,
+)
 from specgen.kernels.float8_linear import FLOAT8
 
-# On CUDA: rows of a tile (queries x heads of a group), keys a step, keys of a split. Never a function of the batch.
+# On CUDA: rows of a tile (queries x heads of a group), keys a step, keys of a split; these two show in the bits.
 _TILE_ROWS = 32
 _STEP_KEYS = 64
 _SPLIT_KEYS = 256
 _STAGES = 3
 _STAGES_OVER_FLOAT8 = 2  # registers hold the widened keys, and a third stage spills
 _MANY_PROGRAMS = 264  # so many tiles fill the device (twice 132 processors) without a program a split
+# In the form for Hopper: rows of a tile (128 were slower, in one group of warps or two), and stages of the rings.
+_HOPPER_ROWS = 64
+_HOPPER_STAGES = 2
+_FORM = "grouped-query attention"  # for the log
 _SCRATCH_BYTES = 256 << 20  # partial results held at once; a longer step loops over its splits
 _LOG2_E = 1.4426950408889634
 _NO_MAX = -1.0e30  # running maximum before the first key: finite, so that exp(max - max) is 1 and never NaN
@@ -175,75 +195,90 @@ def gqa_attention_triton(
     max_seq_len: int,
     key_start: int = 0,
 ) -> torch.Tensor:
-    """Return what `gqa_attention` returns, by one program a query tile and group of heads, or one for each split."""
+    """Return what `gqa_attention` returns, by one program a query tile and group of heads, or one for some splits."""
     num_tokens, num_heads, head_dim = q.shape
     num_requests, group = idx_mapping.shape[0], num_heads // num_kv_heads
     out = torch.empty_like(q)
     if num_tokens == 0 or num_requests == 0:
         return out
-    heads = min(group, _TILE_ROWS)
-    queries = _TILE_ROWS // heads
-    parts = triton.cdiv(group, heads)  # of a group
+    step = (block_tables, block_tables.stride(0), idx_mapping, query_start_loc, seq_lens)
     splits = max(1, triton.cdiv(max_seq_len, _SPLIT_KEYS))
-    # Request b's tiles start at number query_start_loc[b] // queries + b: room enough for each, found without the host.
-    num_tiles = num_tokens // queries + num_requests
-    programs = num_tiles * num_kv_heads * parts
     dim = max(16, triton.next_power_of_2(head_dim))
-    scratch = programs * splits * _TILE_ROWS * (dim + 4) * 4
-    by_split = splits > 1 and programs < _MANY_PROGRAMS and scratch <= _SCRATCH_BYTES
-    partial = torch.empty(scratch // 4, dtype=torch.float32, device=q.device) if by_split else out
-    shared = {
-        "GROUP": group,
-        "HEADS": heads,
-        "PARTS": parts,
-        "QUERIES": queries,
-        "ROWS": _TILE_ROWS,
-        "HEAD_DIM": head_dim,
-        "DIM": dim,
-        "SPLIT_KEYS": _SPLIT_KEYS,
-        "REQUESTS": max(16, triton.next_power_of_2(num_requests)),
-        "NO_MAX": _NO_MAX,
-        "enable_fp_fusion": False,  # the loop and the join must round alike
-        **pdl(),
-    }
-    _gqa_kernel[(num_tiles, num_kv_heads * parts, splits if by_split else 1)](
-        q,
-        kv_cache,
-        block_tables,
-        block_tables.stride(0),
-        idx_mapping,
-        query_start_loc,
-        seq_lens,
-        out,
-        partial,
-        num_requests,
-        num_heads,
-        scale * _LOG2_E,
-        KV_HEADS=num_kv_heads,
-        BLOCK_SIZE=kv_cache.shape[1],
-        STEP_KEYS=_STEP_KEYS,
-        BY_SPLIT=by_split,
-        KEY_START=key_start,
-        num_warps=4,
-        num_stages=_STAGES_OVER_FLOAT8 if kv_cache.dtype == FLOAT8 else _STAGES,
-        **shared,
-    )
+    sizes = (num_requests, num_heads)
+    scale_log2 = scale * _LOG2_E
+    shared = {"GROUP": group, "SPLIT_KEYS": _SPLIT_KEYS, "NO_MAX": _NO_MAX, "DIM": dim, "enable_fp_fusion": False}
+    shared |= {"REQUESTS": max(16, triton.next_power_of_2(num_requests)), **pdl()}  # fusion: loop and join round alike
+    paged = {"KV_HEADS": num_kv_heads, "STEP_KEYS": _STEP_KEYS, "KEY_START": key_start}
+
+    blocks = _hopper_blocks(q, kv_cache)
+    rows = _TILE_ROWS if blocks is None else _HOPPER_ROWS
+    tiles = _tiles_of(rows, num_tokens, num_requests, num_kv_heads, group)
+    used_rows = tiles.heads * min(tiles.queries, max(max_query_len, 1))
+    # Programs that share a tile's splits. The form for Hopper fills the device with one wave of them.
+    sharing = splits if blocks is None and tiles.programs < _MANY_PROGRAMS else _MANY_PROGRAMS // tiles.programs
+    splits_a_program = triton.cdiv(splits, max(1, min(sharing, splits)))
+    scratch = tiles.programs * splits * used_rows * (dim + 4) * 4
+    by_split = splits_a_program < splits and scratch <= _SCRATCH_BYTES
+    if not by_split:
+        splits_a_program = splits
+    partials = torch.empty(scratch // 4, dtype=torch.float32, device=q.device) if by_split else out
+    grid = (tiles.num_tiles, num_kv_heads * tiles.parts)
+    kept = (partials, *sizes, splits, used_rows)
+    if blocks is not None:
+        if not launched(
+            _FORM,
+            partial(
+                gqa_hopper_kernel[(*grid, triton.cdiv(splits, splits_a_program))],
+                q, blocks, *step, out, *kept, splits_a_program, scale_log2, ROWS=rows, STAGES=_HOPPER_STAGES,
+                BY_SPLIT=by_split, num_warps=rows // 16, **tiles.constants(), **paged, **shared,
+            ),
+        ):  # fmt: skip
+            return gqa_attention_triton(
+                q, kv_cache, *step[:1], *step[2:], num_kv_heads, scale, max_query_len, max_seq_len, key_start
+            )
+    else:
+        _gqa_kernel[(*grid, splits if by_split else 1)](
+            q, kv_cache, *step, out, *kept, scale_log2, ROWS=rows, HEAD_DIM=head_dim, BLOCK_SIZE=kv_cache.shape[1],
+            BY_SPLIT=by_split, num_warps=4, num_stages=_STAGES_OVER_FLOAT8 if kv_cache.dtype == FLOAT8 else _STAGES,
+            **tiles.constants(), **paged, **shared,
+        )  # fmt: skip
     if by_split:
-        rows = heads * min(queries, max(max_query_len, 1))
-        _gqa_join_kernel[(num_tiles, num_kv_heads * parts, rows)](
-            idx_mapping,
-            query_start_loc,
-            seq_lens,
-            partial,
-            out,
-            num_requests,
-            num_heads,
-            splits,
-            scale * _LOG2_E,
-            num_warps=1,
-            **shared,
+        _gqa_join_kernel[(*grid, used_rows)](
+            *step[2:], out, *kept, scale_log2, HEAD_DIM=head_dim, num_warps=1, **tiles.constants(), **shared
         )
     return out
+
+
+class _Tiles(NamedTuple):
+    """How a step's rows are cut into tiles: heads of a group and queries a tile, parts of a group, their numbers."""
+
+    heads: int
+    queries: int
+    parts: int
+    num_tiles: int
+    programs: int
+
+    def constants(self) -> dict[str, int]:
+        """Return what the kernels need to know of it."""
+        return {"HEADS": self.heads, "PARTS": self.parts, "QUERIES": self.queries}
+
+
+def _tiles_of(rows: int, num_tokens: int, num_requests: int, num_kv_heads: int, group: int) -> _Tiles:
+    heads = min(group, rows)
+    queries = rows // heads
+    parts = triton.cdiv(group, heads)
+    # Request b's tiles start at number query_start_loc[b] // queries + b: room enough for each, found without the host.
+    num_tiles = num_tokens // queries + num_requests
+    return _Tiles(heads, queries, parts, num_tiles, num_tiles * num_kv_heads * parts)
+
+
+def _hopper_blocks(q: torch.Tensor, kv_cache: torch.Tensor) -> Any:
+    """Return what the forms for Hopper fetch keys and values by; None where they do not apply."""
+    block_size, width = kv_cache.shape[1:]
+    fits = q.shape[2] in (64, 128) and block_size == _STEP_KEYS and kv_cache.dtype == q.dtype and q.itemsize == 2
+    if not (fits and q.is_cuda and can_use_tma(kv_cache) and is_hopper()) or _FORM in not_compiled:
+        return None
+    return hopper_descriptor(kv_cache.view(-1, width), [block_size, q.shape[2]])
 
 
 @triton.jit
@@ -292,9 +327,11 @@ def _gqa_step(
         values = tl.where(is_finite, values, 0.0).to(keys.dtype)
     new_max = tl.maximum(row_max, tl.max(scores, axis=1))
     decay = tl.exp2((row_max - new_max) * scale_log2)
-    weights = tl.exp2((scores - new_max[:, None]) * scale_log2)
-    row_sum = row_sum * decay + tl.sum(weights, axis=1)
-    acc = tl.dot(weights.to(values.dtype), values, acc * decay[:, None], input_precision="ieee")
+    weights = tl.exp2((scores - new_max[:, None]) * scale_log2).to(values.dtype)
+    # By a product: its order is the same in every form, that of a reduction is the compiler's.
+    ones = tl.full([STEP_KEYS, SUM_COLUMNS], 1.0, dtype=values.dtype)
+    row_sum = tl.dot(weights, ones, row_sum * decay[:, None], input_precision="ieee")
+    acc = tl.dot(weights, values, acc * decay[:, None], input_precision="ieee")
     return new_max, row_sum, acc
 
 
@@ -307,7 +344,7 @@ def _join(total_max, total, result, part_max, part_sum, part, scale_log2):
     return new_max, total * decay + part_sum * weight, result * decay[:, None] + part * weight[:, None]
 
 
-@triton.jit(do_not_specialize=["num_requests"])
+@triton.jit(do_not_specialize=["num_requests", "splits", "used_rows"])
 def _gqa_kernel(
     q_ptr,
     cache_ptr,
@@ -320,6 +357,8 @@ def _gqa_kernel(
     partial_ptr,
     num_requests,
     num_heads,
+    splits,
+    used_rows,
     scale_log2,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -338,7 +377,10 @@ def _gqa_kernel(
     NO_MAX: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One tile's rows against all keys, or BY_SPLIT against one split's: then its partial (acc, max, sum) is kept."""
+    """One tile's rows against all keys, or BY_SPLIT against one split's: then its partial (acc, max, sum) is kept.
+
+    Partials have room for a tile's first used_rows rows and `splits` splits.
+    """
     wait_for_inputs(PDL)
     slot, q_row, count, position = find_tile(
         tl.program_id(0), idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES, REQUESTS
@@ -371,7 +413,7 @@ def _gqa_kernel(
             low = split * SPLIT_KEYS
             end = tl.minimum(low + SPLIT_KEYS, num_keys)
             row_max = tl.full([ROWS], NO_MAX, dtype=tl.float32)
-            row_sum = tl.zeros([ROWS], dtype=tl.float32)
+            row_sum = tl.zeros([ROWS, SUM_COLUMNS], dtype=tl.float32)
             acc = tl.zeros([ROWS, DIM], dtype=tl.float32)
             # [low, lead): keys before KEY_START among them; [lead, full): every row sees all; [full, end): causal edge.
             lead = low
@@ -393,14 +435,15 @@ def _gqa_kernel(
                     start, end, q, row_max, row_sum, acc, positions, keys_ptr, values_offset, token_stride,
                     table_ptr, scale_log2, BLOCK_SIZE, STEP_KEYS, KEY_START, HEAD_DIM, DIM, True,
                 )  # fmt: skip
+            split_sum = tl.max(row_sum, axis=1)  # its columns are equal
             if BY_SPLIT:
-                total_max, total, result = row_max, row_sum, acc
+                total_max, total, result = row_max, split_sum, acc
             else:
-                total_max, total, result = _join(total_max, total, result, row_max, row_sum, acc, scale_log2)
+                total_max, total, result = _join(total_max, total, result, row_max, split_sum, acc, scale_log2)
 
         if BY_SPLIT:
-            place = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * tl.num_programs(2)
-            partial = partial_ptr + ((place + first_split) * ROWS + row) * (DIM + 4)
+            place = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * splits
+            partial = partial_ptr + ((place + first_split) * used_rows + row) * (DIM + 4)
             tl.store(partial[:, None] + column[None, :], result, mask=real[:, None])
             tl.store(partial + DIM, total_max, mask=real)
             tl.store(partial + DIM + 1, total, mask=real)
@@ -410,22 +453,22 @@ def _gqa_kernel(
             tl.store(target, result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_requests", "splits"])
+@triton.jit(do_not_specialize=["num_requests", "splits", "used_rows"])
 def _gqa_join_kernel(
     idx_mapping_ptr,
     query_start_loc_ptr,
     seq_lens_ptr,
-    partial_ptr,
     out_ptr,
+    partial_ptr,
     num_requests,
     num_heads,
     splits,
+    used_rows,
     scale_log2,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     PARTS: tl.constexpr,
     QUERIES: tl.constexpr,
-    ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
@@ -450,7 +493,7 @@ def _gqa_join_kernel(
         # The tile's last row may see one split more; it gives this row nothing.
         num_keys = tl.where(slot >= 0, position + count, 0)
         for split in tl.range(0, (num_keys + SPLIT_KEYS - 1) // SPLIT_KEYS, num_stages=4):
-            partial = partial_ptr + ((first_place + split) * ROWS + row) * (DIM + 4)
+            partial = partial_ptr + ((first_place + split) * used_rows + row) * (DIM + 4)
             part = tl.load(partial + column)[None, :]
             part_max = tl.load(partial + DIM + tl.zeros([1], dtype=tl.int32))
             part_sum = tl.load(partial + DIM + 1 + tl.zeros([1], dtype=tl.int32))

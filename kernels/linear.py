@@ -19,6 +19,11 @@ from specgen.kernels._triton import pdl, tl, triton, wait_for_inputs
 
 ROW_MULTIPLE = 16
 MAX_ROWS = 256  # more rows go in several calls, so that the self-test sees every row count that is ever used
+# Tiles of the Triton product: rows, columns, inner, stages.
+_FEW_ROWS = 2048
+_FLOAT32_TILE = (16, 16, 128, 4)
+_FEW_TILE = (16, 16, 256, 4)
+_MANY_TILE = (64, 64, 128, 4)
 _TEST_COUNTS = (16, 32, 48, 112)
 _TEST_ITEMS = (1, 2, 3, 8)
 
@@ -66,16 +71,18 @@ def _linear_kernel(
 
 
 def linear_triton(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return what `linear_float32` returns, by a fixed tile and one order of the inner sum."""
+    """Return what `linear_float32` returns, by tiles that all sum in one order."""
     weight = weight.contiguous()
     num_rows, num_columns = x.shape[0], weight.shape[0]
     out = torch.empty(num_rows, num_columns, dtype=torch.float32, device=x.device)
-    is_half = x.dtype.itemsize == 2
-    grid = (triton.cdiv(num_rows, 16), triton.cdiv(num_columns, 16))
+    if x.dtype.itemsize > 2:
+        rows, columns, inner, stages = _FLOAT32_TILE
+    else:
+        rows, columns, inner, stages = _FEW_TILE if num_rows <= _FEW_ROWS else _MANY_TILE
     if num_rows:
-        _linear_kernel[grid](
-            x, weight, out, num_rows, num_columns, x.stride(0), weight.shape[1], BLOCK_ROWS=16, BLOCK_COLUMNS=16,
-            BLOCK_INNER=256 if is_half else 128, num_warps=4, num_stages=4, **pdl(),
+        _linear_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(num_columns, columns))](
+            x, weight, out, num_rows, num_columns, x.stride(0), weight.shape[1], BLOCK_ROWS=rows, BLOCK_COLUMNS=columns,
+            BLOCK_INNER=inner, num_warps=4, num_stages=stages, **pdl(),
         )  # fmt: skip
     return out
 

@@ -36,6 +36,7 @@ _FEW_TILES = 8
 # Columns of the values a program takes, inner columns of a score's step and stages: for few tiles, and for more.
 _WIDE_FEW = (32, 128, 4)
 _WIDE_MORE = (128, 64, 4)
+_SLICE = 128  # columns that the form for Hopper fetches at once: 64, 128 or 256
 _VALUES_STAGES = 5  # block numbers are loaded, then values: two of each are on their way
 _SCRATCH_BYTES = 256 << 20  # partial results held at once; a longer step runs in several launches
 _LOG2_E = 1.4426950408889634
@@ -214,7 +215,7 @@ def mla_attention_triton(
             partial(
                 mla_hopper_kernel[(tiles, head_groups, splits)],
                 q, *blocks, *step, out, partial_results, first_tile, num_requests, num_heads, scale_log2, ROPE=rope,
-                STEP_KEYS=_STEP_KEYS, KEY_START=key_start, num_warps=8, **cut,
+                STEP_KEYS=_STEP_KEYS, KEY_START=key_start, num_warps=4, **cut,
             ),
         ):  # fmt: skip
             mla_split_kernel[(tiles, head_groups, splits)](
@@ -239,4 +240,4 @@ def _hopper_blocks(q: torch.Tensor, kv_cache: torch.Tensor, rank: int) -> list[A
     if not (fits and q.is_cuda and can_use_tma(kv_cache) and is_hopper()):
         return None
     rows = kv_cache.view(-1, width)
-    return [hopper_descriptor(rows, [block_size, columns]) for columns in (rank, width - rank)]
+    return [hopper_descriptor(rows, [block_size, columns]) for columns in (_SLICE, width - rank)]

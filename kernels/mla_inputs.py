@@ -101,6 +101,33 @@ def mla_inputs_triton(
 
 
 @triton.jit
+def _load_pairs(rows, mask, half, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr):
+    """Return the first and the second elements of the pairs of `rows [ROWS, 1]`, each `[ROWS, HALF]`, in float32."""
+    if INTERLEAVED:  # neighbours are loaded together
+        column = tl.arange(0, 2 * HALF)[None, :]
+        x = tl.load(rows + column, mask=mask & (column < 2 * half), other=0.0).to(tl.float32)
+        first, second = tl.split(tl.reshape(x, [ROWS, HALF, 2]))
+    else:
+        pair = tl.arange(0, HALF)[None, :]
+        first = tl.load(rows + pair, mask=mask & (pair < half), other=0.0).to(tl.float32)
+        second = tl.load(rows + half + pair, mask=mask & (pair < half), other=0.0).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def _store_pairs(rows, first, second, mask, half, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr):
+    """The counterpart of `_load_pairs`."""
+    if INTERLEAVED:
+        column = tl.arange(0, 2 * HALF)[None, :]
+        x = tl.reshape(tl.join(first, second), [ROWS, 2 * HALF])
+        store_kv(rows + column, x, mask & (column < 2 * half))
+    else:
+        pair = tl.arange(0, HALF)[None, :]
+        store_kv(rows + pair, first, mask & (pair < half))
+        store_kv(rows + half + pair, second, mask & (pair < half))
+
+
+@triton.jit
 def _mla_inputs_kernel(
     latent_ptr,
     latent_stride,
@@ -133,16 +160,10 @@ def _mla_inputs_kernel(
     slot = tl.load(slot_mapping_ptr + token)
     position = tl.load(positions_ptr + token)
     position = tl.minimum(tl.maximum(position, 0), max_positions - 1)
-    pair = tl.arange(0, HALF)
+    pair = tl.arange(0, HALF)[None, :]
     in_pair = pair < half
     cos = tl.load(table_ptr + position * table_stride + pair, mask=in_pair, other=0.0)
     sin = tl.load(table_ptr + position * table_stride + half + pair, mask=in_pair, other=0.0)
-    if INTERLEAVED:
-        first = 2 * pair
-        second = first + 1
-    else:
-        first = pair
-        second = pair + half
     width = rank + 2 * half
     dtype: tl.constexpr = q_ptr.dtype.element_ty
 
@@ -153,16 +174,15 @@ def _mla_inputs_kernel(
         scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / rank + eps)
         normed = (wide * scale).to(dtype).to(tl.float32)
         store_kv(target + column, (normed * weight).to(dtype), in_rank)
-        k1 = tl.load(row + rank + first, mask=in_pair, other=0.0).to(tl.float32)
-        k2 = tl.load(row + rank + second, mask=in_pair, other=0.0).to(tl.float32)
-        store_kv(target + rank + first, (k1 * cos - k2 * sin).to(dtype), in_pair)
-        store_kv(target + rank + second, (k2 * cos + k1 * sin).to(dtype), in_pair)
+        one = tl.arange(0, 1)[:, None]
+        k1, k2 = _load_pairs(row + rank + one, one == 0, half, INTERLEAVED, 1, HALF)
+        k1, k2 = k1 * cos - k2 * sin, k2 * cos + k1 * sin
+        _store_pairs(target + rank + one, k1.to(dtype), k2.to(dtype), one == 0, half, INTERLEAVED, 1, HALF)
 
     head = tl.arange(0, HEADS)[:, None].to(tl.int64)
-    mask = (head < num_heads) & in_pair[None, :]
+    is_head = head < num_heads
     q_rows = q_pe_ptr + token * q_pe_stride + head * q_pe_head_stride
-    q1 = tl.load(q_rows + first[None, :], mask=mask, other=0.0).to(tl.float32)
-    q2 = tl.load(q_rows + second[None, :], mask=mask, other=0.0).to(tl.float32)
+    q1, q2 = _load_pairs(q_rows, is_head, half, INTERLEAVED, HEADS, HALF)
+    q1, q2 = q1 * cos - q2 * sin, q2 * cos + q1 * sin
     q_out = q_ptr + (token * num_heads + head) * width + rank
-    tl.store(q_out + first[None, :], (q1 * cos[None, :] - q2 * sin[None, :]).to(dtype), mask=mask)
-    tl.store(q_out + second[None, :], (q2 * cos[None, :] + q1 * sin[None, :]).to(dtype), mask=mask)
+    _store_pairs(q_out, q1.to(dtype), q2.to(dtype), is_head, half, INTERLEAVED, HEADS, HALF)

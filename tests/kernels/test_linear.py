@@ -11,6 +11,7 @@ from specgen.kernels.linear import (
     cpu_linear_mode,
     item_product,
     linear,
+    linear_float32,
     linear_logits,
     linear_triton,
 )
@@ -151,3 +152,16 @@ def test_the_law_on_the_gpu_in_bfloat16(columns: int, inner: int) -> None:
     for rows in [*range(1, 40), 48, 63, 64, 65, 96, 127, 128, 129, 200, 256, 300, 512, 777, 1024, 1500, 2047]:
         assert torch.equal(linear(x[:rows], weight), whole[:rows]), rows
         assert torch.equal(linear_logits(x[:rows], weight), logits[:rows]), rows
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="tensor-core arithmetic is meant")
+@pytest.mark.parametrize(("columns", "inner"), [(64, 2048), (256, 7168), (160, 5120), (8, 64)])
+def test_a_router_s_rows_are_the_same_in_tiles_of_any_size(columns: int, inner: int) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(columns, inner, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(4096, inner, device="cuda", dtype=torch.bfloat16)
+    whole = linear_float32(x, weight)
+    torch.testing.assert_close(whole.double(), x.double() @ weight.double().T, rtol=1e-4, atol=1e-2)
+    for rows in (1, 4, 16, 17, 64, 128, 255, 256, 257, 512, 2047, 2048, 2049, 4095):
+        assert torch.equal(linear_float32(x[:rows], weight), whole[:rows]), rows

@@ -66,7 +66,7 @@ def pass_failed() -> None:
 def test_what_is_not_compiled_is_not_tried_again(
     launch: Callable[[], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "_not_compiled", set())
+    monkeypatch.setattr(module, "not_compiled", set())
     tried = []
 
     def counted() -> None:
@@ -82,7 +82,7 @@ def test_what_is_not_compiled_is_not_tried_again(
 
 
 def test_an_error_of_the_device_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_not_compiled", set())
+    monkeypatch.setattr(module, "not_compiled", set())
 
     def launch() -> None:
         raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")

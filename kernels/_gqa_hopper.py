@@ -1,0 +1,278 @@
+"""Grouped-query attention on Hopper, with keys and values on their way while others are taken in.
+
+The steps of `gqa_attention`, to the bit, by Gluon: a tile has 64 rows; a step's keys and values, one block of the
+cache, are fetched by the tensor memory accelerator into two rings of stages; and the weights go from one product to the
+other in registers. What shows in the bits is kept: steps of 64 keys, splits of 256 and their join, and every product's
+order over keys and columns.
+"""
+
+# mypy: ignore-errors
+
+from specgen.kernels._tiles import tile_of_request
+from specgen.kernels._triton import gl, gluon, hopper, load_block, thread_barrier, tl, wait_for_inputs
+
+SUM_COLUMNS = tl.constexpr(8)  # the narrowest product
+
+
+@gluon.jit
+def fetch(cache, block, column, buffer, barrier, needed):
+    """Start copying a block's keys or values of one head into a stage, if they are needed; `barrier` is told."""
+    hopper.mbarrier.expect(barrier, cache.block_type.nbytes, pred=needed)
+    row = block * cache.block_type.shape[0]
+    load_block(cache, [row, column], barrier, buffer, pred=needed)
+
+
+@gluon.jit
+def clear_unseen(values, start, end, KEY_START: gl.constexpr, layout: gl.constexpr):
+    """Clear what is out of range or not finite: a rejected draft left it, and 0 * NaN would reach earlier queries."""
+    STEP_KEYS: gl.constexpr = values.shape[0]
+    DIM: gl.constexpr = values.shape[1]
+    COLUMNS: gl.constexpr = 64
+    key = start + gl.arange(0, STEP_KEYS, gl.SliceLayout(1, layout))
+    in_range = ((key < end) & (key >= KEY_START))[:, None]
+    for first in gl.static_range(0, DIM, COLUMNS):
+        part = values.slice(first, COLUMNS, dim=1)
+        value = part.load(layout)
+        keep = in_range & (gl.abs(value.to(gl.float32)) < float("inf"))
+        part.store(gl.where(keep, value, gl.full_like(value, 0.0)))
+
+
+@gluon.jit
+def hide_unseen(scores, start, end, positions, KEY_START: gl.constexpr):
+    """Return the scores of the keys from `start` on, -inf where a row may not see the key."""
+    key = start + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
+    visible = ((key < end) & (key >= KEY_START))[None, :] & (key[None, :] <= positions[:, None])
+    return gl.where(visible, scores, float("-inf"))
+
+
+@gluon.jit
+def weigh(scores, row_max, row_sum, acc, scale_log2, DTYPE: gl.constexpr):
+    """Return (weights of DTYPE as a product's left side, row_max, row_sum and acc ready for the weights' products)."""
+    acc_layout: gl.constexpr = acc.type.layout
+    sum_layout: gl.constexpr = row_sum.type.layout
+    new_max = gl.maximum(row_max, gl.max(scores, axis=1))
+    decay = gl.exp2((row_max - new_max) * scale_log2)
+    weights = gl.exp2((scores - new_max[:, None]) * scale_log2).to(DTYPE)
+    row_sum = row_sum * _rows_of(decay, sum_layout)[:, None]
+    acc = acc * _rows_of(decay, acc_layout)[:, None]
+    return gl.convert_layout(weights, gl.DotOperandLayout(0, acc_layout, 2)), new_max, row_sum, acc
+
+
+@gluon.jit
+def _rows_of(values, layout: gl.constexpr):
+    """Return values of rows where the rows of a tile of another width are: in the same threads."""
+    return gl.convert_layout(values, gl.SliceLayout(1, layout), assert_trivial=True)
+
+
+@gluon.jit
+def sum_weights(weights, ones, row_sum):
+    """Start adding a step's weights: products of half of the keys with ones, all of whose columns are the sum."""
+    sum_layout: gl.constexpr = row_sum.type.layout
+    left_side: gl.constexpr = gl.DotOperandLayout(0, sum_layout, 2)
+    ROWS: gl.constexpr = weights.shape[0]
+    HALF: gl.constexpr = weights.shape[1] // 2
+    first, second = weights.reshape([ROWS, 2, HALF]).permute([0, 2, 1]).split()
+    first = gl.convert_layout(first, left_side, assert_trivial=True)
+    second = gl.convert_layout(second, left_side, assert_trivial=True)
+    row_sum = hopper.warpgroup_mma(first, ones, row_sum, is_async=True)
+    return hopper.warpgroup_mma(second, ones, row_sum, is_async=True)
+
+
+@gluon.jit
+def make_ones(STEP_KEYS: gl.constexpr, DTYPE: gl.constexpr, layout: gl.constexpr):
+    """Return ones in shared memory, as `sum_weights` multiplies by: with those for all keys two tiles would not fit."""
+    shared_layout: gl.constexpr = gl.NVMMASharedLayout(64, 16)
+    values = gl.full([SUM_COLUMNS, STEP_KEYS // 2], 1.0, DTYPE, layout)
+    return gl.allocate_shared_memory(DTYPE, [SUM_COLUMNS, STEP_KEYS // 2], shared_layout, values).permute([1, 0])
+
+
+@gluon.jit
+def split_sum(row_sum, layout: gl.constexpr):
+    """Return the sums of a split's weights, whose columns are equal, as a row of `layout`."""
+    return gl.convert_layout(gl.max(row_sum, axis=1), layout, assert_trivial=True)
+
+
+@gluon.jit
+def join(total_max, total, result, part_max, part_sum, part, scale_log2):
+    """Return the running (max, sum, acc) with one more split's taken in."""
+    layout: gl.constexpr = gl.SliceLayout(1, result.type.layout)
+    new_max = gl.maximum(total_max, part_max)
+    decay = gl.exp2((total_max - new_max) * scale_log2)
+    weight = gl.exp2((part_max - new_max) * scale_log2)
+    decay_of_acc = gl.convert_layout(decay, layout, assert_trivial=True)[:, None]
+    weight_of_acc = gl.convert_layout(weight, layout, assert_trivial=True)[:, None]
+    return new_max, total * decay + part_sum * weight, result * decay_of_acc + part * weight_of_acc
+
+
+@gluon.jit(do_not_specialize=["num_requests", "splits", "used_rows", "splits_a_program"])
+def gqa_hopper_kernel(
+    q_ptr,
+    cache,
+    block_tables_ptr,
+    block_tables_stride,
+    idx_mapping_ptr,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    out_ptr,
+    partial_ptr,
+    num_requests,
+    num_heads,
+    splits,
+    used_rows,
+    splits_a_program,
+    scale_log2,
+    KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    HEADS: gl.constexpr,
+    PARTS: gl.constexpr,
+    QUERIES: gl.constexpr,
+    ROWS: gl.constexpr,
+    DIM: gl.constexpr,
+    STEP_KEYS: gl.constexpr,
+    SPLIT_KEYS: gl.constexpr,
+    STAGES: gl.constexpr,
+    BY_SPLIT: gl.constexpr,
+    REQUESTS: gl.constexpr,
+    KEY_START: gl.constexpr,
+    NO_MAX: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """As `_gqa_kernel`; BY_SPLIT, a program takes some splits one after the other and keeps the partials of each.
+
+    cache: descriptor of the cache in blocks of STEP_KEYS rows, a head's columns apart.
+    """
+    WARPS: gl.constexpr = ROWS // 16
+    SPLIT_STEPS: gl.constexpr = SPLIT_KEYS // STEP_KEYS
+    DTYPE: gl.constexpr = q_ptr.dtype.element_ty
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, STEP_KEYS, 16])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, DIM, 16])
+    copy_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    shared_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, SUM_COLUMNS, 16])
+    score_row: gl.constexpr = gl.SliceLayout(1, scores_layout)
+    acc_row: gl.constexpr = gl.SliceLayout(1, acc_layout)
+
+    tile = gl.program_id(0)
+    each = gl.arange(0, REQUESTS, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    starts = gl.load(query_start_loc_ptr + each, mask=each < num_requests, other=0) // QUERIES + each
+    request = gl.sum(((starts <= tile) & (each < num_requests)).to(gl.int32), axis=0) - 1
+    slot, q_row, count, position = tile_of_request(
+        tile, request, idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, QUERIES
+    )
+    num_keys = gl.where(slot >= 0, position + count, 0)
+    first_split = gl.program_id(2) * splits_a_program
+    low = first_split * SPLIT_KEYS
+    wait_for_inputs(PDL)  # the layout of the step is older than the kernel before this one
+    if (count > 0) & ((low < num_keys) | (not BY_SPLIT)):
+        end = gl.minimum(low + splits_a_program * SPLIT_KEYS, num_keys)
+        num_steps = (end - low + STEP_KEYS - 1) // STEP_KEYS
+        table_ptr = block_tables_ptr + gl.maximum(slot, 0) * block_tables_stride + low // STEP_KEYS
+        # All rows see every key of the steps in [lead, full).
+        lead = (KEY_START + STEP_KEYS - 1) // STEP_KEYS * STEP_KEYS
+        full = gl.minimum(position + 1, end)
+        kv_head = gl.program_id(1) // PARTS
+        first_head = (gl.program_id(1) % PARTS) * HEADS
+        key_column = kv_head * DIM
+        value_column = (KV_HEADS + kv_head) * DIM
+
+        keys_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
+        values_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
+        key_buffers = gl.allocate_shared_memory(DTYPE, [STAGES, STEP_KEYS, DIM], shared_layout)
+        value_buffers = gl.allocate_shared_memory(DTYPE, [STAGES, STEP_KEYS, DIM], shared_layout)
+        for i in gl.static_range(STAGES):
+            hopper.mbarrier.init(keys_ready.index(i), count=1)
+            hopper.mbarrier.init(values_ready.index(i), count=1)
+        hopper.fence_async_shared()
+        for i in gl.static_range(STAGES):
+            needed = i < num_steps
+            block = gl.load(table_ptr + i, mask=needed, other=0)
+            fetch(cache, block, key_column, key_buffers.index(i), keys_ready.index(i), needed)
+            fetch(cache, block, value_column, value_buffers.index(i), values_ready.index(i), needed)
+        block = gl.load(table_ptr + STAGES, mask=num_steps > STAGES, other=0)
+
+        row = gl.arange(0, ROWS, gl.SliceLayout(1, copy_layout))
+        in_group = first_head + row % HEADS
+        query = row // HEADS
+        real = ((in_group < GROUP) & (query < count))[:, None]
+        q_rows = q_ptr + ((q_row + query) * num_heads + kv_head * GROUP + in_group)[:, None] * DIM
+        column = gl.arange(0, DIM, gl.SliceLayout(0, copy_layout))[None, :]
+        q = gl.allocate_shared_memory(DTYPE, [ROWS, DIM], shared_layout, gl.load(q_rows + column, mask=real, other=0.0))
+        ones = make_ones(STEP_KEYS, DTYPE, copy_layout)
+        hopper.fence_async_shared()
+        thread_barrier()
+
+        positions = position + gl.arange(0, ROWS, score_row) // HEADS
+        row = gl.arange(0, ROWS, acc_row)
+        in_group = first_head + row % HEADS
+        query = row // HEADS
+        real = (in_group < GROUP) & (query < count)
+        column = gl.arange(0, DIM, gl.SliceLayout(0, acc_layout))[None, :]
+        total_max = gl.full([ROWS], NO_MAX, gl.float32, score_row)
+        total = gl.zeros([ROWS], gl.float32, score_row)
+        result = gl.zeros([ROWS, DIM], gl.float32, acc_layout)
+        row_max = gl.full([ROWS], NO_MAX, gl.float32, score_row)
+        row_sum = gl.zeros([ROWS, SUM_COLUMNS], gl.float32, sum_layout)
+        acc = gl.zeros([ROWS, DIM], gl.float32, acc_layout)
+        no_scores = gl.zeros([ROWS, STEP_KEYS], gl.float32, scores_layout)
+
+        hopper.mbarrier.wait(keys_ready.index(0), 0, pred=num_steps > 0)
+        scores = hopper.warpgroup_mma(q, key_buffers.index(0).permute([1, 0]), no_scores, use_acc=False, is_async=True)
+        scores = hopper.warpgroup_mma_wait(0, deps=[scores])
+        thread_barrier()  # nobody reads the first keys any more
+        fetch(cache, block, key_column, key_buffers.index(0), keys_ready.index(0), num_steps > STAGES)
+        stage = 0
+        phase = 0
+        for step in range(0, num_steps):
+            start = low + step * STEP_KEYS
+            ahead = step + 1 + STAGES
+            next_block = gl.load(table_ptr + ahead, mask=ahead < num_steps, other=0)
+            is_edge = (start < lead) | (start + STEP_KEYS > full)
+            if is_edge:
+                scores = hide_unseen(scores, start, end, positions, KEY_START)
+            weights, row_max, row_sum, acc = weigh(scores, row_max, row_sum, acc, scale_log2, DTYPE)
+            values = value_buffers.index(stage)
+            hopper.mbarrier.wait(values_ready.index(stage), phase)
+            if is_edge:
+                clear_unseen(values, start, end, KEY_START, copy_layout)
+                hopper.fence_async_shared()
+                thread_barrier()
+            row_sum = sum_weights(weights, ones, row_sum)
+            acc = hopper.warpgroup_mma(weights, values, acc, is_async=True)
+            # The next step's scores, while other tiles' weights are computed; after the last step they are not used.
+            next_stage = stage + 1
+            next_phase = phase
+            if next_stage == STAGES:
+                next_stage = 0
+                next_phase = phase ^ 1
+            hopper.mbarrier.wait(keys_ready.index(next_stage), next_phase, pred=step + 1 < num_steps)
+            keys = key_buffers.index(next_stage)
+            scores = hopper.warpgroup_mma(q, keys.permute([1, 0]), no_scores, use_acc=False, is_async=True)
+            row_sum, acc, scores, weights = hopper.warpgroup_mma_wait(0, deps=[row_sum, acc, scores, weights])
+            thread_barrier()  # nobody reads these values and the next keys any more
+            fetch(cache, block, value_column, values, values_ready.index(stage), step + STAGES < num_steps)
+            fetch(cache, next_block, key_column, keys, keys_ready.index(next_stage), ahead < num_steps)
+            block = next_block
+            stage = next_stage
+            phase = next_phase
+            if (step % SPLIT_STEPS == SPLIT_STEPS - 1) | (step + 1 == num_steps):
+                if BY_SPLIT:
+                    place = (gl.program_id(0) * gl.num_programs(1) + gl.program_id(1)).to(gl.int64) * splits
+                    place += first_split + step // SPLIT_STEPS
+                    partial = partial_ptr + (place * used_rows + row) * (DIM + 4)
+                    gl.store(partial[:, None] + column, acc, mask=real[:, None])
+                    gl.store(partial + DIM, gl.convert_layout(row_max, acc_row, assert_trivial=True), mask=real)
+                    gl.store(partial + DIM + 1, split_sum(row_sum, acc_row), mask=real)
+                else:
+                    part_sum = split_sum(row_sum, score_row)
+                    total_max, total, result = join(total_max, total, result, row_max, part_sum, acc, scale_log2)
+                row_max = gl.full([ROWS], NO_MAX, gl.float32, score_row)
+                row_sum = gl.zeros([ROWS, SUM_COLUMNS], gl.float32, sum_layout)
+                acc = gl.zeros([ROWS, DIM], gl.float32, acc_layout)
+        for i in gl.static_range(STAGES):
+            hopper.mbarrier.invalidate(keys_ready.index(i))
+            hopper.mbarrier.invalidate(values_ready.index(i))
+        if not BY_SPLIT:
+            total = gl.convert_layout(total, acc_row, assert_trivial=True)
+            result = result / gl.where(total > 0, total, 1.0)[:, None]
+            target = out_ptr + ((q_row + query) * num_heads + kv_head * GROUP + in_group)[:, None] * DIM + column
+            gl.store(target, result.to(out_ptr.dtype.element_ty), mask=real[:, None])
