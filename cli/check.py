@@ -3,15 +3,16 @@
 What it prints is a recipe file that can be run; everything else it found stands in comments.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specgen.cli import codes
 from specgen.cli.render import Console, to_stdout
-from specgen.errors import InputError, RecipeError, RowError
+from specgen.errors import RecipeError, RowError
 from specgen.generation_config import declared_sampling, with_generation_config
-from specgen.job.inputs import Input
+from specgen.job.inputs import MAX_SHOWN, Input, duplicates_error
 from specgen.job.places import check_output
 from specgen.job.plan import RowPlanner
 from specgen.job.prompts import PromptBuilder, chat_template_of, check_token_ids
@@ -25,7 +26,6 @@ from specgen.tokenizer import Tokenizer, eos_token_ids
 if TYPE_CHECKING:
     from specgen.models.config import ModelConfig
 
-_MAX_SHOWN = 10
 _BAR_WIDTH = 40
 
 
@@ -93,16 +93,16 @@ def _check_rows(
     if template is not None:
         to_stdout(f"# chat template: {template.origin}\n")
     console = Console()
-    duplicates: list[str] = []
-    num_shown = 0
+    duplicates: list[str] = []  # the first of them
+    num_told: Counter[str] = Counter()
 
     def on_bad(row: Row | BadRow, error: RowError) -> None:
-        nonlocal num_shown
+        num_told[error.code] += 1
+        if num_told[error.code] > MAX_SHOWN:
+            return
+        console.warn(f"{row.file or source.name}:{row.line}: {error}")
         if error.code == "duplicate_id":
             duplicates.append(str(error))
-        num_shown += 1
-        if num_shown <= _MAX_SHOWN:
-            console.warn(f"{row.file or source.name}:{row.line}: {error}")
 
     rows = source.rows(unique_ids=recipe.input.duplicate_ids == "refuse")
     found = survey(
@@ -116,11 +116,7 @@ def _check_rows(
         raise no_rows(source.name)
     to_stdout("".join(f"# {line}\n" for line in _lines(found, source, rows.blank_lines, config, recipe.model.kv_dtype)))
     if duplicates and source.can_be_read_twice:
-        raise InputError(
-            f"{counted(len(duplicates), 'id')} given before: {duplicates[0]}",
-            where=source.name,
-            hint="input.duplicate_ids=keep runs them all as rows of their own",
-        )
+        raise duplicates_error(num_told["duplicate_id"], duplicates, source.name)
     return codes.FAILED_ROWS if found.bad else codes.OK
 
 
@@ -130,7 +126,8 @@ def _lines(found: Survey, source: Input, blank_lines: int, config: "ModelConfig"
         f"input: {source.name}{kind}: {counted(found.ok, 'row')} can run, {found.bad:,} cannot,"
         f" {counted(blank_lines, 'blank line')}"
     ]
-    lines += [f"  {code}: {count:,}" for code, count in sorted(found.error_codes.items())]
+    for code, count in sorted(found.error_codes.items()):
+        lines.append(f"  {code}: {count:,}" + (f", the first {MAX_SHOWN} of them named" if count > MAX_SHOWN else ""))
     if not found.ok:
         return lines
     if found.samples != found.ok:
@@ -148,6 +145,6 @@ def _lines(found: Survey, source: Input, blank_lines: int, config: "ModelConfig"
     sizes = {"float8": 1} if kv_dtype == "float8" else {"bfloat16": 2, "float32": 4}
     lines.append(
         f"KV: at most {found.longest:,} tokens at once ({min(found.samples, found.num_at_once)} longest answers), "
-        + ", ".join(f"{size * elements / 2**20:,.0f} MiB in {name}" for name, size in sizes.items())
+        + ", ".join(f"{size * elements / 2**20:,.1f} MiB in {name}" for name, size in sizes.items())
     )
     return lines

@@ -60,7 +60,7 @@ class ProgressView:
         elif self._mode == "json":
             to_stderr(json.dumps({"event": "progress", **figures}))
         else:
-            self._console.show(_line(figures), style="dim")
+            self._console.show(_line(figures, progress), style="dim")
 
     def _figures(self, progress: "Progress") -> dict[str, object]:
         """Return what is shown, as plain JSON values."""
@@ -81,6 +81,7 @@ class ProgressView:
             "rows_done_before": counts.skipped,
             "samples": progress.samples_done,
             "failed": progress.failed,
+            "error_codes": dict(sorted(progress.error_codes.items())),
             "tokens": progress.completion_tokens,
             "tokens_per_second": round(rate, 1),
             "tokens_per_second_mean": round(mean, 1),
@@ -121,20 +122,25 @@ def _eta(progress: "Progress", num_left: int | None, samples_a_row: int, most: i
     return round(max(0.0, num_left * samples_a_row * length - begun) / rate, 1)
 
 
-def _line(figures: dict[str, object]) -> str:
-    of_total = f" of {figures['rows_total']}" if figures["rows_total"] is not None else ""
+def _line(figures: dict[str, object], progress: "Progress") -> str:
+    of_total = f" of {figures['rows_total']:,}" if figures["rows_total"] is not None else ""
     parts = [
-        f"rows done: {figures['rows']}{of_total}",
+        f"rows done: {figures['rows']:,}{of_total}",
         f"{figures['tokens_per_second']:,.0f} tokens/s",
         f"{figures['mean_accepted_length']:.2f} tokens/step",
-        f"{figures['running']} running",
-        f"{figures['waiting']} waiting",
+        f"{figures['running']:,} running",
+        f"{figures['waiting']:,} waiting",
     ]
     if figures["eta_seconds"] is not None:
         parts.append(f"{_duration(figures['eta_seconds'])} left")
-    if figures["failed"]:
-        parts.append(f"{figures['failed']} failed")
+    if progress.failed:
+        parts.append(_failed(progress))
     return ", ".join(parts)
+
+
+def _failed(progress: "Progress") -> str:
+    codes = ", ".join(f"{code} × {count:,}" for code, count in sorted(progress.error_codes.items()))
+    return f"{progress.failed:,} failed" + (f" ({codes})" if codes else "")
 
 
 def _panel(figures: dict[str, object], progress: "Progress") -> Group:
@@ -147,14 +153,14 @@ def _panel(figures: dict[str, object], progress: "Progress") -> Group:
     left = f", {_duration(eta)} left" if eta is not None else ""
     table.add_row("rows", bar, f"{of_total}, {_duration(progress.seconds)}{left}")
     samples = f"{progress.samples_done:,} answers, " if progress.samples_done != progress.rows_done else ""
-    table.add_row("", "", f"{samples}{progress.failed:,} failed")
+    table.add_row("", "", f"{samples}{_failed(progress)}")
     table.add_row(
         "tokens/s",
         f"{figures['tokens_per_second']:,.0f} now",
         f"{figures['tokens_per_second_mean']:,.0f} mean, {progress.completion_tokens:,} in all",
     )
     kv = "" if progress.kv_usage is None else f"KV {progress.kv_usage:.0%}"
-    table.add_row("engine", f"{progress.running} running, {progress.waiting} waiting", kv)
+    table.add_row("engine", f"{progress.running:,} running, {progress.waiting:,} waiting", kv)
     if progress.spec.drafted:
         table.add_row("accepted", f"{progress.mean_accepted_length:.2f} tokens a step")
         for label, shown in acceptance_bars(progress.spec):

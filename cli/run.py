@@ -14,7 +14,7 @@ from specgen.cli.live import ProgressView
 from specgen.cli.load_view import LoadView
 from specgen.cli.render import Console, show_summary, to_stdout
 from specgen.cli.signals import Interrupts
-from specgen.errors import EngineStuckError, InputError, RecipeError
+from specgen.errors import EngineError, EngineStuckError, InputError, RecipeError
 from specgen.generation_config import with_generation_config
 from specgen.job.inputs import Input
 from specgen.job.merge import shard_path
@@ -26,6 +26,7 @@ from specgen.stats import RunStats, counted
 from specgen.tokenizer import Tokenizer, eos_token_ids
 
 if TYPE_CHECKING:
+    from specgen.job.job import Progress
     from specgen.job.session import Session
     from specgen.job.writer import LineWriter
 
@@ -109,10 +110,10 @@ def _run(
         session.close()
     show_summary(console, stats, target.path, before=_lines_there(session) if target.journal.lines else None)
     _tell_of_changed(session, console)
-    if stats.interrupted:
-        written = f"what had finished was written ({counted(stats.samples, 'answer')})"
-        resumes = "; the same command goes on from there" if target.is_file else ""
-        console.warn(f"interrupted: {written if stats.samples else 'no answer had finished'}{resumes}")
+    if stats.interrupted and not interrupts.stop.is_set():
+        console.warn("nobody reads the output any more")
+    elif stats.interrupted:
+        console.warn(f"interrupted: {_what_is_there(session)}")
     if flags.stats_path is not None:
         _write_stats(stats, str(flags.stats_path))
     if stats.interrupted:
@@ -137,23 +138,49 @@ def _run_session(
         view = ProgressView(console, flags.progress, session, shares_terminal=shares_terminal)
 
         def begin(writer: "LineWriter") -> None:
-            interrupts.flush = writer.flush
+            interrupts.flush = writer.write_held
             interrupts.hold()
+            if target.moved_to is not None:
+                console.note(f"the old answers are in {target.moved_to}")
+
+        is_told = False
+
+        def update(progress: "Progress") -> None:
+            nonlocal is_told
+            if interrupts.stop.is_set() and not is_told:
+                is_told = True
+                _tell_of_stop(progress, recipe.output.on_interrupt, console)
+            view.update(progress)
 
         try:
             with view:
-                return session.run(engine, stop=interrupts.stop, on_progress=view.update, on_begin=begin)
+                return session.run(engine, stop=interrupts.stop, on_progress=update, on_begin=begin)
         except BrokenPipeError:
-            console.warn("nobody reads the output any more")
             return session.stats
         except EngineStuckError as error:
             _end_now(error)
+        except EngineError:
+            console.warn(f"the engine stopped: {_what_is_there(session)}")
+            raise
+
+
+def _what_is_there(session: "Session") -> str:
+    """Return what became of a run that was broken off."""
+    num_answers = session.stats.samples
+    written = f"what had finished was written ({counted(num_answers, 'answer')})"
+    resumes = "; the same command goes on from there" if session.target.is_file else ""
+    return f"{written if num_answers else 'no answer had finished'}{resumes}"
 
 
 def _end_now(error: EngineStuckError) -> NoReturn:
     """End the process: an engine that stands still cannot be shut down, and everything is written."""
     to_stderr(f"{error.dump}\nerror: {error}")
     os._exit(codes.BUG)
+
+
+def _tell_of_stop(progress: "Progress", on_interrupt: str, console: Console) -> None:
+    if progress.running and on_interrupt == "finish":
+        console.warn("stopping: what is begun is finished first; a second signal ends the run at once")
 
 
 def _tell_of_changed(session: "Session", console: Console) -> None:

@@ -1,12 +1,15 @@
 """specgen turns a file of prompts into a file of answers, with multi-token prediction as a matter of speed alone.
 
-Knows its own version and its door for programs, `generate`; imports nothing heavy, so that `specgen --help` is quick.
+Knows its own version and its door for programs: `generate`, and what that raises. Imports nothing heavy, so that
+`specgen --help` is quick.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from specgen.errors import SpecgenError
 
 if TYPE_CHECKING:
     from specgen.recipe import Recipe
@@ -16,7 +19,7 @@ try:
 except PackageNotFoundError:  # the source tree is on the path without having been installed
     __version__ = "0.0.0+unknown"
 
-__all__ = ["__version__", "generate"]
+__all__ = ["SpecgenError", "__version__", "generate"]
 
 
 def generate(

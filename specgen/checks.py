@@ -6,17 +6,20 @@ calls it knows the name and place and puts them in front. bool is never a number
 
 import difflib
 import itertools
+import json
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 Check = Callable[[object], Any]
-_DEEPEST = 50  # of values within values: what holds itself has no end
+MAX_DEPTH = 100  # of values within values: what holds itself has no end, and recursion has a limit
 
 
 def shown(value: object) -> str:
-    """Return the value as it is shown in a message: its repr, cut to 60 characters."""
-    text = repr(value)
+    """Return the value as it is shown in a message: null, true and false as YAML and JSON have them, of others their
+    repr, cut to 60 characters.
+    """
+    text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= 60 else text[:57] + "…"
 
 
@@ -24,6 +27,14 @@ def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | 
     """Return the candidate most like `name`, or None if none is alike (difflib ratio below `cutoff`)."""
     found = difflib.get_close_matches(name, list(candidates), n=1, cutoff=cutoff)
     return found[0] if found else None
+
+
+def is_too_deep(value: object, levels: int = MAX_DEPTH) -> bool:
+    """Return whether lists and objects stand in each other more than `levels` deep."""
+    if not isinstance(value, (dict, list)):
+        return False
+    items = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(is_too_deep(item, levels - 1) for item in items)
 
 
 def _refuse(wanted: str, value: object) -> ValueError:
@@ -177,7 +188,7 @@ def mapping(wanted: str) -> Check:
 
 def _is_json(value: object, depth: int = 0) -> bool:
     if isinstance(value, dict):
-        return depth < _DEEPEST and all(isinstance(k, str) and _is_json(v, depth + 1) for k, v in value.items())
+        return depth < MAX_DEPTH and all(isinstance(k, str) and _is_json(v, depth + 1) for k, v in value.items())
     if isinstance(value, (list, tuple)):
-        return depth < _DEEPEST and all(_is_json(item, depth + 1) for item in value)
+        return depth < MAX_DEPTH and all(_is_json(item, depth + 1) for item in value)
     return value is None or isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))

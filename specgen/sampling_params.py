@@ -86,6 +86,8 @@ def _stop(value: object) -> tuple[str, ...]:
     texts = (value,) if isinstance(value, str) else value
     if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) and text for text in texts):
         raise ValueError(f"must be a list of texts, none empty, not {checks.shown(value)}")
+    if any("\ud800" <= char <= "\udfff" for text in texts for char in text):
+        raise ValueError(f"must be a list of texts; half of a surrogate pair is no text: {checks.shown(value)}")
     return tuple(texts)
 
 

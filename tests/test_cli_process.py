@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -43,6 +44,25 @@ def test_stdin_to_stdout_is_data_only(tmp_path: Path) -> None:
     records = [json.loads(line) for line in done.stdout.splitlines()]
     assert [record["finish_reason"] for record in records] == ["length", "length", "error"]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="needs jq")
+def test_answers_go_through_jq_and_back() -> None:
+    """Each answer is put behind its prompt, and that continued: a pipe of three processes."""
+    command = shlex.join([*SPECGEN, "run", QUICKSTART, "-", "--quiet", "--set", "sampling.max_tokens=4"])
+    chain = "{id: .id, prompt: (.input.prompt + .text), first: .text, sampling: {max_tokens: 6}}"
+    pipe = f"set -o pipefail; {command} | tee first.jsonl | jq -c {shlex.quote(chain)} | {command} | jq -s ."
+    prompts = b'{"id": "\xc3\xa4", "prompt": "Eine M\xc3\xa4r \xf0\x9f\xa6\x8a"}\n' + b"".join(PROMPTS[:2])
+    done = subprocess.run(["bash", "-c", pipe], input=prompts, capture_output=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    firsts = [json.loads(line) for line in Path("first.jsonl").read_bytes().splitlines()]
+    seconds = json.loads(done.stdout)
+    assert (
+        [record["id"] for record in firsts] == [record["id"] for record in seconds] == ["ä", "story-000", "story-001"]
+    )
+    for first, second in zip(firsts, seconds, strict=True):
+        assert second["input"]["prompt"] == first["input"]["prompt"] + first["text"]
+        assert second["usage"]["completion_tokens"] == 6
 
 
 def test_rows_are_answered_while_the_pipe_stays_open_and_a_signal_ends_it() -> None:
@@ -115,6 +135,20 @@ def test_closed_streams_are_the_users_to_mend(tmp_path: Path, redirection: str, 
     assert done.returncode == 2, done.stderr.decode()
     assert part in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "redirection", ["rows.jsonl --output - >>rows.jsonl", "- --output rows.jsonl --fresh <rows.jsonl"]
+)
+def test_a_stream_that_is_redirected_is_known_as_the_file_that_it_is(tmp_path: Path, redirection: str) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_bytes(b"".join(PROMPTS))
+    run = " ".join(map(shlex.quote, [*SPECGEN, "run", QUICKSTART]))
+    done = subprocess.run(["bash", "-c", f"{run} {redirection}"], stderr=subprocess.PIPE, timeout=60, check=False)
+    assert done.returncode == 2, done.stderr.decode()
+    assert b"the output is the input file" in done.stderr
+    assert rows.read_bytes() == b"".join(PROMPTS)
+    assert list(tmp_path.iterdir()) == [rows]
 
 
 def test_a_job_goes_on_when_nobody_watches_it(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_a_folder_beside_the_recipe_does_not_hide_a_bundled_model(tmp_path: Path
         ("speculation: {acceptance: [1.5]}\n", 1, ["a list of numbers from 0 to 1", "not 1.5"]),
         ("speculation: {method: exakt}\n", 1, ["did you mean 'exact'?"]),
         ("speculation: {num_tokens: 17}\n", 1, ["from 0 (plain decoding) to 16, not 17"]),
-        ("speculation: {num_tokens: true}\n", 1, ["not True"]),
+        ("speculation: {num_tokens: true}\n", 1, ["not true"]),
         ("input: {messages: m, prompt: p}\n", 1, ["input.messages and input.prompt both say what the prompt is"]),
         ("input: {path: []}\n", 1, ["input.path must be a file, a list of files, or - for stdin, not []"]),
         ("input: {path: [a, 3]}\n", 1, ["not ['a', 3]"]),

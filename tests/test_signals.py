@@ -49,11 +49,11 @@ with Interrupts() as interrupts:
 
 def test_a_second_signal_ends_at_once_and_leaves_whole_lines(tmp_path: Path) -> None:
     code = f"""
-with Interrupts() as interrupts, LineWriter(FileSink({str(tmp_path / "out")!r}), ordered=False) as writer:
-    interrupts.flush = writer.flush
+with Interrupts() as interrupts, LineWriter(FileSink({str(tmp_path / "out")!r}), ordered=True) as writer:
+    interrupts.flush = writer.write_held
     interrupts.hold()
     writer.put(0, b"x" * 20_000 + b"\\n")
-    writer.put(1, b"y" * 100 + b"\\n")
+    writer.put(2, b"y" * 100 + b"\\n")  # waits for a line that will not come
     ready()
     while True:
         time.sleep(0.01)

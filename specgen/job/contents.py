@@ -10,6 +10,14 @@ from specgen import checks, seeds
 from specgen.errors import RowError
 
 
+class Base64(str):
+    """The text that stands for bytes, which JSON does not have: fit to be shown and kept, but no prompt."""
+
+    def __repr__(self) -> str:
+        """Return it as it is named in messages."""
+        return f"bytes (in base64: {str(self)!r})"
+
+
 class Chat(NamedTuple):
     """A conversation to be continued, its messages as objects with a role and a text."""
 
@@ -24,7 +32,9 @@ def checked_prompt(prompt: object, name: str) -> str | list[int]:
 
     Raises: RowError with code empty_prompt or bad_prompt.
     """
-    if not isinstance(prompt, (str, list)):
+    if prompt is None:
+        raise _is_null(name)
+    if not isinstance(prompt, (str, list)) or isinstance(prompt, Base64):
         raise RowError(f"{name} must be a text or a list of token ids, not {checks.shown(prompt)}", code="bad_prompt")
     if not prompt:
         raise RowError(f"{name} is empty", code="empty_prompt")
@@ -40,11 +50,17 @@ def checked_messages(messages: object, name: str) -> Chat:
 
     Raises: RowError with code empty_prompt or bad_messages.
     """
+    if messages is None:
+        raise _is_null(name)
     if not isinstance(messages, list):
         raise RowError(f"{name} must be a list of messages, not {checks.shown(messages)}", code="bad_messages")
     if not messages:
         raise RowError(f"{name} is empty", code="empty_prompt")
     return Chat([_message(message, f"{name}[{number}]") for number, message in enumerate(messages)])
+
+
+def _is_null(name: str) -> RowError:
+    return RowError(f"{name} is null, or an empty cell", code="empty_prompt")
 
 
 def _message(message: object, where: str) -> dict[str, Any]:
@@ -59,7 +75,7 @@ def _message(message: object, where: str) -> dict[str, Any]:
         content = "".join(_part(part, f"{where}.content[{number}]") for number, part in enumerate(content))
     elif content is None and message.get("tool_calls"):
         content = ""
-    elif not isinstance(content, str):
+    elif not isinstance(content, str) or isinstance(content, Base64):
         raise RowError(f"{where}.content must be a text, not {checks.shown(content)}", code="bad_messages")
     return {**message, "content": content}
 

@@ -11,7 +11,7 @@ import os
 import stat
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from specgen import checks, yaml_lines
 from specgen.errors import InputError, RowError
 from specgen.job.readers import BadRow, Line, RowReader, jsonl_lines
-from specgen.job.tables import arrow_lines, csv_lines, dataset_lines, parquet_lines, plain
+from specgen.job.tables import arrow_lines, csv_lines, dataset_lines, line_of, parquet_lines
 from specgen.job.unpack import opened
 from specgen.model_path import HUB_ID
 from specgen.recipe import InputSection
@@ -35,16 +35,19 @@ _FORMATS = {
 _PACKED = (".gz", ".zst")
 # Names that say something else than JSONL; `input.format` overrules them.
 _FOREIGN = (".tsv", ".xls", ".xlsx", ".ods", ".yaml", ".yml", ".xml", ".bz2", ".xz", ".zip", ".tar", ".tgz", ".7z")
+_NEEDS_FILES = ("parquet", "arrow", "dataset")
 _BATCH_KEYS = {"custom_id", "method", "url", "body"}
-_MAX_SHOWN = 5
+MAX_SHOWN = 5  # rows of one kind that messages name
 
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What a pass over an input found: how many rows there are, and the messages of ids that are there twice."""
+    """What a pass over an input found: how many rows there are and how many ids that were there before, the first of
+    them as messages.
+    """
 
     rows: int
-    blank_lines: int
+    num_duplicates: int
     duplicates: list[str]
 
 
@@ -71,8 +74,8 @@ class Input:
 
     @property
     def files(self) -> list[str]:
-        """The paths that are on this machine."""
-        return [source.path for source in self.sources if source.path != "-" and os.path.exists(source.path)]
+        """The paths that are on this machine; - is stdin."""
+        return [source.path for source in self.sources if source.path == "-" or os.path.exists(source.path)]
 
     @property
     def patterns(self) -> list[str]:
@@ -89,7 +92,7 @@ class Input:
     @property
     def id_column(self) -> str:
         """The column that holds the user's ids."""
-        return "custom_id" if self.is_batch else self.section.id
+        return _id_column(self.section, self.is_batch)
 
     def rows(self, *, unique_ids: bool) -> RowReader:
         """Return a reader of all rows; see `RowReader` for `unique_ids`."""
@@ -107,8 +110,13 @@ class Input:
         is_plain = quoted == f'"{id_column}"' and "/" not in id_column  # other names are written in several ways
         lines = self._lines(only_if=quoted.encode("utf-8", "surrogatepass") if is_plain else None)
         reader = self._reader(lines, id_column, unique_ids=True)
-        duplicates = [str(row.error) for row in reader if isinstance(row, BadRow) and row.error.code == "duplicate_id"]
-        return Scan(reader.rows, reader.blank_lines, duplicates)
+        num_duplicates, duplicates = 0, []
+        for row in reader:
+            if isinstance(row, BadRow) and row.error.code == "duplicate_id":
+                num_duplicates += 1
+                if num_duplicates <= MAX_SHOWN:
+                    duplicates.append(str(row.error))
+        return Scan(reader.rows, num_duplicates, duplicates)
 
     def _reader(self, lines: Iterator[Line], id_column: str, *, unique_ids: bool) -> RowReader:
         limit = self.section.limit
@@ -144,21 +152,29 @@ class GivenRows:
 
     name = "the rows given"
     can_be_read_twice = False
-    is_batch = False
 
     def __init__(self, rows: Iterable[Mapping[str, Any] | str], section: InputSection) -> None:
-        """Raises: InputError if it is one row in the place of several."""
+        """Raises: InputError if they are no rows, one after the other."""
         if isinstance(rows, (str, bytes, Mapping)):
             raise InputError(f"rows must be several, as in a list, not {checks.shown(rows)}", hint="[row] is one")
+        if hasattr(rows, "columns"):  # iterating over a table gives its columns, or their names
+            hint = "pandas has .to_dict('records'), polars .iter_rows(named=True), pyarrow .to_pylist()"
+            raise InputError(f"rows must be objects or texts, not the columns of a {type(rows).__name__}", hint=hint)
+        if not isinstance(rows, Iterable):
+            raise InputError(f"rows must be several, as in a list, not {checks.shown(rows)}")
         self._rows = rows
         self._section = section
-        self.id_column = section.id
+        self.is_batch = section.format == "openai-batch"
 
     def rows(self, *, unique_ids: bool) -> RowReader:
         """Return a reader of all rows; see `RowReader` for `unique_ids`."""
         section = self._section
         return RowReader(
-            self._lines(), where=self.name, id_column=section.id, limit=section.limit, unique_ids=unique_ids
+            self._lines(),
+            where=self.name,
+            id_column=_id_column(section, self.is_batch),
+            limit=section.limit,
+            unique_ids=unique_ids,
         )
 
     def scan(self) -> Scan:
@@ -170,7 +186,7 @@ class GivenRows:
             if isinstance(row, str):
                 yield Line(number, {self._section.prompt: row})
             elif isinstance(row, Mapping):
-                yield Line(number, {str(name): plain(value, with_nulls=True) for name, value in row.items()})
+                yield line_of(number, row, None, with_nulls=True)
             else:
                 error = RowError(f"a row must be an object or a text, not {checks.shown(row)}", code="not_an_object")
                 yield Line(number, None, error, repr(row).encode("utf-8", "replace"))
@@ -188,17 +204,23 @@ class _Source:
         return "stdin" if self.path == "-" else self.path
 
 
-def duplicates_error(scan: Scan, name: str) -> InputError:
-    """Return the error of an input with ids that are there twice."""
-    shown = "; ".join(scan.duplicates[:_MAX_SHOWN])
-    more = f"; and {len(scan.duplicates) - _MAX_SHOWN:,} more" if len(scan.duplicates) > _MAX_SHOWN else ""
-    return InputError(shown + more, where=name, hint="input.duplicate_ids=keep runs them all as rows of their own")
+def duplicates_error(number: int, first: Sequence[str], name: str) -> InputError:
+    """Return the error of an input with so many ids that were there before; `first`: messages of some of them."""
+    num_more = number - len(first)
+    shown = "; ".join(first) + (f"; and {num_more:,} more" if num_more else "")
+    return InputError(shown, where=name, hint="input.duplicate_ids=keep runs them all as rows of their own")
+
+
+def _id_column(section: InputSection, is_batch: bool) -> str:
+    return "custom_id" if is_batch else section.id
 
 
 def _sources_of(path: str, section: InputSection) -> Iterator[_Source]:
     if path == "-":
         if sys.stdin is None:
             raise InputError("the rows are to come from stdin, which is closed")
+        if section.format in _NEEDS_FILES:
+            raise InputError(f"input.format={section.format} is read from files, not from stdin")
         yield _Source(path, "csv" if section.format == "csv" else "jsonl")
         return
     if section.format == "dataset" or os.path.isdir(path):
@@ -213,6 +235,8 @@ def _sources_of(path: str, section: InputSection) -> Iterator[_Source]:
     for name in found:
         if os.path.isdir(name):
             raise InputError("this is a folder among files", where=name, hint="input.format=dataset reads one folder")
+        if not os.path.exists(name):
+            raise InputError("there is no such input file: this is a link to nothing", where=name)
         if not os.access(name, os.R_OK):
             raise InputError("the input cannot be read: Permission denied", where=name)
         yield _Source(name, _format_of(name, section))

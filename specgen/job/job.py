@@ -63,7 +63,7 @@ class Engine(Protocol):
 class Progress:
     """Where a job stands. seconds since it began; completion_tokens of all samples, unfinished ones included.
 
-    finished_tokens: of the samples that have ended. spec: counts of those.
+    finished_tokens: of the samples that have ended. spec: counts of those. error_codes: of those that failed.
     """
 
     rows_done: int
@@ -76,6 +76,7 @@ class Progress:
     seconds: float
     spec: SpecStats
     kv_usage: float | None = None
+    error_codes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def mean_accepted_length(self) -> float:
@@ -176,7 +177,9 @@ class Job:
     def _step(self) -> bool:
         """Admit rows, take outputs, write lines; returns whether there is more to do."""
         if self._stop.is_set():
-            self.stats.interrupted = True
+            if not self.stats.interrupted:
+                self.stats.interrupted = True
+                self._drop_waiting()
             if self._recipe.output.on_interrupt == "drop" or not self._active:
                 return False
         else:
@@ -242,6 +245,14 @@ class Job:
             stops = stop_check_of(prompt.params, self._tokenizer)
             self._engine.add_request(EngineRequest(request_id, prompt.token_ids, prompt.params, seed, stops))
 
+    def _drop_waiting(self) -> None:
+        """Take back the rows of which no sample has a token yet: to finish them as well would take twice as long."""
+        begun = {id(active.row) for active in self._active.values() if active.token_ids}
+        waiting = [number for number, active in self._active.items() if id(active.row) not in begun]
+        self._engine.abort(waiting)
+        for number in waiting:
+            del self._active[number]
+
     # lines out
 
     def _take(self, output: EngineOutput) -> None:
@@ -303,6 +314,7 @@ class Job:
             self._stopped_by_error = True
 
     def _report(self, seconds: float) -> None:
+        self.stats.wall_seconds = seconds
         if self._on_progress is None:
             return
         kv_usage = self._engine.engine_stats().get("kv_usage")
@@ -318,5 +330,6 @@ class Job:
                 seconds=seconds,
                 spec=self.stats.spec,
                 kv_usage=kv_usage if isinstance(kv_usage, float) else None,
+                error_codes=self.stats.error_codes,
             )
         )

@@ -9,7 +9,7 @@ import json
 import platform
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -168,16 +168,22 @@ class Manifest:
                 content.append(_change(name, self.content[name], new.content[name]))
         return content, speed
 
-    def begin_session(self, device: Mapping[str, object]) -> None:
-        """Add the entry of a run that begins now on a device."""
-        session = {"started": now(), "host": socket.gethostname(), "versions": versions(), "device": dict(device)}
+    def begin_session(self, device: Mapping[str, object], changes: Sequence[str]) -> None:
+        """Add the entry of a run that begins now on a device; changes: of speed, since the one before."""
+        session = {
+            "started": now(),
+            "host": socket.gethostname(),
+            "versions": versions(),
+            "device": dict(device),
+            "changed": list(changes),
+        }
         self.content["complete"] = False
         self.content["sessions"].append(session)
 
-    def end_session(self, **results: object) -> None:
-        """Complete the entry of the run that ends now."""
-        if self.content["sessions"]:
-            self.content["sessions"][-1] |= {"ended": now(), **results}
+    def note_session(self, results: Mapping[str, object]) -> None:
+        """Add to the entry of the latest run."""
+        if results:
+            self.content["sessions"][-1] |= results
 
 
 def manifest_path(output: str) -> str:
@@ -262,20 +268,30 @@ def _as_json(value: object) -> object:
 class TimeSeries:
     """How counts grew over a run, at no more than some hundred moments however long it is.
 
-    points: lists of seconds, samples, output tokens of ended samples, drafted, accepted.
+    A point: seconds, samples that have ended, output tokens of all samples, drafted and accepted of those that ended.
     """
 
     def __init__(self) -> None:
-        self.points: list[list[float]] = []
+        self._kept: list[list[float]] = []
+        self._latest: list[float] = []
         self._spacing = 1.0
 
     def observe(self, progress: Progress) -> None:
-        """Note the counts, if the last note is long enough ago."""
-        if self.points and progress.seconds - self.points[-1][0] < self._spacing:
-            return
+        """Note the counts; they are kept if the last that are kept are long enough ago."""
         spec = progress.spec
-        counts = [progress.samples_done, progress.finished_tokens, spec.drafted, spec.accepted]
-        self.points.append([round(progress.seconds, 1), *counts])
-        if len(self.points) > _MAX_POINTS:
-            self.points = self.points[1::2]
+        counts = [progress.samples_done, progress.completion_tokens, spec.drafted, spec.accepted]
+        self._latest = [round(progress.seconds, 1), *counts]
+        if self._kept and progress.seconds - self._kept[-1][0] < self._spacing:
+            return
+        self._kept.append(self._latest)
+        if len(self._kept) > _MAX_POINTS:
+            self._kept = self._kept[1::2]
             self._spacing *= 2
+
+    @property
+    def points(self) -> list[list[float]]:
+        """What is kept, and the latest; that stands for the one before it if it is hardly later."""
+        if not self._kept or self._latest is self._kept[-1]:
+            return self._kept
+        is_close = len(self._kept) > 1 and self._latest[0] - self._kept[-1][0] < self._spacing / 2
+        return [*(self._kept[:-1] if is_close else self._kept), self._latest]

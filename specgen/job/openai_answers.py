@@ -75,6 +75,7 @@ class BatchForm:
         assert plan.batch is not None
         is_chat = plan.batch.url == CHAT_URL
         num_prompt, num_answer = answers[0].prompt_tokens, sum(len(one.token_ids) for one in answers)
+        cut = answers[0].truncated_from
         return {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{digest}",
             "object": "chat.completion" if is_chat else "text_completion",
@@ -87,7 +88,7 @@ class BatchForm:
                 "total_tokens": num_prompt + num_answer,
                 "prompt_tokens_details": {"cached_tokens": max(one.cached_tokens for one in answers)},
             },
-        }
+        } | ({} if cut is None else {"prompt_truncated_from": cut})
 
     def _choice(self, answer: Answer, *, is_chat: bool) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": answer.sample}

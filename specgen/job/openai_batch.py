@@ -83,12 +83,15 @@ def _only_prompt(prompt: object) -> object:
 def _overrides_of(body: Mapping[str, Any], prompt_name: str, *, is_chat: bool) -> dict[str, object]:
     overrides: dict[str, object] = {}
     for name, value in body.items():
-        if value is None or name in _IGNORED or name == prompt_name or name == "top_logprobs":
+        if value is None or name in _IGNORED or name == prompt_name:
             continue
         if name == "logprobs":
             number = _num_logprobs(body, is_chat=is_chat)
             if number is not None:
                 overrides["logprobs"] = number
+        elif name == "top_logprobs" and is_chat:
+            if body.get("logprobs") is not True:
+                raise RowError("top_logprobs goes with logprobs = true", code="bad_sampling")
         elif name == "max_completion_tokens":
             if body.get("max_tokens") not in (None, value):
                 raise RowError("max_tokens and max_completion_tokens differ", code="bad_sampling")
@@ -96,7 +99,8 @@ def _overrides_of(body: Mapping[str, Any], prompt_name: str, *, is_chat: bool) -
         elif name in PARAM_NAMES and name not in _NO_PLACE:
             overrides[name] = value
         elif name not in _ONLY:
-            close = checks.nearest(name, [*PARAM_NAMES, "max_completion_tokens", "top_logprobs"])
+            known = {*PARAM_NAMES, "max_completion_tokens", "top_logprobs"} - {name}
+            close = checks.nearest(name, sorted(known))
             hint = f"did you mean {close!r}?" if close else None
             raise RowError(f"unknown or unsupported parameter {name!r}", hint=hint, code="bad_sampling")
         elif value not in _ONLY[name]:

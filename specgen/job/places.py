@@ -4,6 +4,7 @@ Knows folders, devices and that nothing that is there may be lost. Does not know
 """
 
 import os
+import stat
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -40,6 +41,8 @@ def check_output(
     """
     if path == "-" or is_special(path):
         _check_open_end(path, "output")
+        if any(_same_file(path, other) for other in inputs):
+            raise InputError("the output is the input file, which would never end", where="stdout")
         return
     suffix = os.path.splitext(path)[1].lower()
     if suffix in _OTHER_FORMATS:
@@ -59,7 +62,7 @@ def check_output(
                     where=target,
                     hint="--output names another place",
                 )
-        if any(other != "-" and _same_file(target, other) for other in inputs):
+        if any(_same_file(target, other) for other in inputs):
             raise InputError(f"the {what} is the input file", where=target, hint="--output names another")
         if recipe_path is not None and _same_file(target, str(recipe_path)):
             raise InputError(f"the {what} is the recipe that is being run", where=target, hint="--output names another")
@@ -78,7 +81,7 @@ def check_replaceable(path: str, what: str, others: Sequence[str]) -> None:
         _check_open_end(path, what)
         return
     _check_place(path, what)
-    if any(other != "-" and _same_file(path, other) for other in others):
+    if any(_same_file(path, other) for other in others):
         raise InputError(f"the {what} would overwrite a file of this job", where=path)
     if not os.path.isfile(path):
         _check_folder(path, what)
@@ -145,19 +148,26 @@ def _check_folder(path: str, what: str) -> None:
         ) from None
 
 
-def _same_file(one: str, other: str) -> bool:
+def _same_file(written: str, read: str) -> bool:
+    """Whether two files are one, however they are named; `-` is what stdout, or stdin, was redirected to."""
     try:
-        return os.path.samefile(one, other)
+        there = os.fstat(1) if written == "-" else os.stat(written)
+        found = os.fstat(0) if read == "-" else os.stat(read)
     except OSError:
-        return os.path.realpath(one) == os.path.realpath(other)
+        return "-" not in (written, read) and os.path.realpath(written) == os.path.realpath(read)
+    return stat.S_ISREG(there.st_mode) and os.path.samestat(there, found)
 
 
-def move_aside(paths: Sequence[str]) -> None:
-    """Rename those that are there to `<name>.old`, or all to `.old2`, …: what belongs together keeps one number."""
+def move_aside(paths: Sequence[str]) -> str | None:
+    """Rename those that are there to `<name>.old`, or all to `.old2`, …: what belongs together keeps one number.
+
+    Returns what was put after the names, None if nothing was there.
+    """
     number, suffix = 1, ".old"
     while any(os.path.lexists(path + suffix) for path in paths):
         number += 1
         suffix = f".old{number}"
-    for path in paths:
-        if os.path.lexists(path):
-            os.rename(path, path + suffix)
+    there = [path for path in paths if os.path.lexists(path)]
+    for path in there:
+        os.rename(path, path + suffix)
+    return suffix if there else None

@@ -20,7 +20,7 @@ from specgen.job import openai_batch
 from specgen.job.contents import Content, checked_messages, checked_prompt, content_digest
 from specgen.job.digest_map import DigestMap
 from specgen.job.openai_batch import BatchRequest
-from specgen.job.readers import BadRow, Row
+from specgen.job.readers import BadRow, Row, parse_json
 from specgen.job.templates import ColumnTemplate
 from specgen.recipe import Recipe
 from specgen.sampling_params import PARAM_NAMES, SamplingParams, merged
@@ -71,7 +71,7 @@ class RowPlanner:
         self._prompt_column = section.messages or section.prompt
         self._is_chat = section.messages is not None
         self._template = ColumnTemplate(section.template) if section.template is not None else None
-        self._own_columns = {self._prompt_column, section.id, OVERRIDES, *section.keep}
+        self._own_columns = set(section.keep) | (set() if is_batch else {self._prompt_column, section.id, OVERRIDES})
         self._has_overrides = OVERRIDES not in section.keep
         self._keeps_duplicates = section.duplicate_ids == "keep"
         self._occurrences = DigestMap()
@@ -96,6 +96,7 @@ class RowPlanner:
         except RowError as error:
             return Plan(row, self._key_of(row, ""), error)
         try:
+            self._refuse_slips(row.data)
             overrides = batch.overrides if batch is not None else self._overrides_of(row.data)
             params = merged(self._defaults, overrides, where=None if batch is not None else OVERRIDES)
         except SpecgenError as error:
@@ -115,26 +116,25 @@ class RowPlanner:
                 hint = "for chats: input.messages=messages"
             raise RowError(f"the row has no column {name!r}", hint=hint, code="missing_prompt")
         if self._is_chat:
-            return checked_messages(_parsed(data[name]), name)
+            return checked_messages(_parsed(data[name], name, code="bad_messages"), name)
         return checked_prompt(data[name], name)
 
-    def _overrides_of(self, data: Mapping[str, Any]) -> Mapping[str, object]:
+    def _refuse_slips(self, data: Mapping[str, Any]) -> None:
+        """Raises: RowError if a column looks like a parameter that would be ignored in silence."""
         for column in data:
             slip = None if column in self._own_columns else _slip_for(column)
-            if slip == OVERRIDES:
-                raise RowError(
-                    f"column {column!r} looks like {OVERRIDES!r}: sampling parameters go there",
-                    hint="if it is your own, name it under input.keep",
-                    code="bad_sampling",
-                )
-            if slip is not None:
-                raise RowError(
-                    f"column {column!r} looks like the sampling parameter {slip!r},"
-                    f' which goes under "{OVERRIDES}": {{"{slip}": …}}',
-                    hint="if it is your own, name it under input.keep",
-                    code="bad_sampling",
-                )
-        overrides = _parsed(data.get(OVERRIDES)) if self._has_overrides else None
+            if slip is None:
+                continue
+            home = "body" if self._is_batch else OVERRIDES
+            what = f"{OVERRIDES!r}: its content goes" if slip == OVERRIDES else f"the parameter {slip!r}, which goes"
+            raise RowError(
+                f"column {column!r} looks like {what} under {home!r}",
+                hint="if it is your own, name it under input.keep",
+                code="bad_sampling",
+            )
+
+    def _overrides_of(self, data: Mapping[str, Any]) -> Mapping[str, object]:
+        overrides = _parsed(data.get(OVERRIDES), OVERRIDES, code="bad_sampling") if self._has_overrides else None
         if overrides is None:
             return {}
         if not isinstance(overrides, dict):
@@ -149,7 +149,7 @@ class RowPlanner:
             if not self._keeps_duplicates:
                 return key
             number = self._count(key)
-            return key if number == 0 else f"{key}:{number}:again"
+            return key if number == 0 else f"again:{number}:{key}"  # an id of its own may have any end
         if not digest:
             raw = getattr(row, "raw", b"") or json.dumps(row.data, sort_keys=True, default=str).encode()
             digest = "row:" + hashlib.blake2b(raw, digest_size=16).hexdigest()
@@ -160,14 +160,10 @@ class RowPlanner:
         return self._occurrences.count(hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest())
 
 
-def _parsed(value: Any) -> Any:
-    """Return an object or a list that a table's cell holds as JSON; everything else as it is."""
-    if isinstance(value, str) and value[:1] in ("{", "["):
-        try:
-            return json.loads(value)
-        except ValueError:
-            return value
-    return value
+def _parsed(value: Any, name: str, *, code: str) -> Any:
+    """Return an object or a list that a table's cell holds as JSON; everything else as it is. Raises: RowError."""
+    is_json = isinstance(value, str) and value[:1] in ("{", "[")
+    return parse_json(value, name, code=code) if is_json else value
 
 
 @functools.lru_cache(maxsize=4096)

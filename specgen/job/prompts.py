@@ -18,7 +18,7 @@ from pathlib import Path
 from specgen.errors import RecipeError, RowError
 from specgen.job.contents import Chat, Content
 from specgen.job.plan import Plan, RowPlanner
-from specgen.job.readers import Row
+from specgen.job.readers import BadRow, Row
 from specgen.job.templates import ChatTemplate, no_template
 from specgen.recipe import Recipe
 from specgen.sampling_params import SamplingError, SamplingParams
@@ -91,7 +91,7 @@ class PromptBuilder:
             except SamplingError as error:
                 raise RowError(f"sampling: {error}", code=error.code) from None
             self._checked_params = params
-        token_ids = self._token_ids_of(plan.content, plan.row.line)
+        token_ids = self._token_ids_of(plan.content, plan.row)
         if not token_ids:
             what = "the chat template gave an empty text" if isinstance(plan.content, Chat) else "its text has none"
             raise RowError(f"the prompt has no tokens: {what}", code="empty_prompt")
@@ -103,7 +103,7 @@ class PromptBuilder:
         truncated_from = len(token_ids) if len(cut) < len(token_ids) else None
         return Prompt(cut, params, plan.seed(self.run_seed, 0), truncated_from)
 
-    def _token_ids_of(self, content: Content, line: int) -> list[int]:
+    def _token_ids_of(self, content: Content, row: Row | BadRow) -> list[int]:
         if isinstance(content, Chat):
             if self._template is None:
                 hint = "input.chat_template names a file with one"
@@ -112,9 +112,10 @@ class PromptBuilder:
         if not isinstance(content, str):
             return list(content)
         bos = self._tokenizer.bos_text
-        if bos and content.startswith(bos) and not self._has_warned_of_bos:
+        if bos and self._tokenizer.prefix_ids and content.startswith(bos) and not self._has_warned_of_bos:
             self._has_warned_of_bos = True
-            logger.warning("line %d: the prompt begins with %s, so none is put before it (said once)", line, bos)
+            place = f"line {row.line}" if row.file is None else f"{row.file}:{row.line}"
+            logger.warning("%s: the prompt begins with %s, so none is put before it (said once)", place, bos)
         return self._tokenizer.encode(content)
 
     def _cut(self, token_ids: list[int], params: SamplingParams) -> list[int]:

@@ -4,11 +4,12 @@ Knows bytes, lines, JSON and ids; a broken line is a BadRow and the next one is 
 not know files and formats (`inputs.py`), nor what a row means (`plan.py`).
 
 What is decided for odd JSONL: a UTF-8 BOM is skipped; CRLF ends a line like LF; blank lines are skipped and counted;
-bad UTF-8, a NUL or other raw control character, cut JSON, NaN, Infinity, numbers beyond float64, a key given twice and
-a line that is no object are each that line's error.
+bad UTF-8, a NUL or other raw control character, cut JSON, NaN, Infinity, numbers beyond float64, a key given twice,
+lists or objects nested more than 100 deep and a line that is no object are each that line's error.
 """
 
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -20,18 +21,19 @@ from specgen import checks
 from specgen.errors import InputError, RowError
 from specgen.job.digest_map import DigestMap
 
-# How a file begins that is no JSONL, what it is, and what to do.
+# How a file begins that has no lines of text, what it is, and what to do.
 _FOREIGN_STARTS = {
-    b"\x1f\x8b": ("gzip", "a name that ends in .gz is unpacked"),
-    b"(\xb5/\xfd": ("Zstandard", "a name that ends in .zst is unpacked"),
-    b"PAR1": ("Parquet", "input.format=parquet reads it"),
-    b"ARROW1": ("Arrow", "input.format=arrow reads it"),
+    b"\x1f\x8b": ("gzip", "gzip -dc unpacks it, as does a name that ends in .gz"),
+    b"(\xb5/\xfd": ("Zstandard", "zstd -dc unpacks it, as does a name that ends in .zst"),
+    b"PAR1": ("Parquet", "input.format=parquet reads it, from a file"),
+    b"ARROW1": ("Arrow", "input.format=arrow reads it, from a file"),
     b"PK\x03\x04": ("zip", "unpack it first"),
     b"\xff\xfe": ("UTF-16", "iconv -f UTF-16 -t UTF-8 makes it readable"),
     b"\xfe\xff": ("UTF-16", "iconv -f UTF-16 -t UTF-8 makes it readable"),
 }
 # How a JSON file begins that is no JSONL: a lone bracket, or a list of objects.
 _WHOLE_JSON = re.compile(rb"\s*(?:[\[{]\s*$|\[\s*\{)")
+_START_BYTES = 1 << 16  # tell what a file is; a list of objects on one line may be the whole of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,6 @@ class RowReader:
         self._limit = limit
         self._places: DigestMap | None = DigestMap() if unique_ids else None  # where each id was first seen
         self._files: list[str | None] = []
-        self._lines_before = 0
 
     def __iter__(self) -> Iterator[Row | BadRow]:
         """Yield the rows in the input's order.
@@ -138,7 +139,7 @@ class RowReader:
             raise RowError(f"{self._id_column} must be a text or an integer, not {checks.shown(row_id)}", code="bad_id")
         if self._places is None:
             return
-        if file not in self._files:
+        if not self._files or self._files[-1] != file:  # they come one after the other
             self._files.append(file)
         data = f"{type(row_id).__name__}:{row_id}".encode("utf-8", "surrogatepass")
         place = number << 16 | min(len(self._files) - 1, 0xFFFF)
@@ -160,18 +161,18 @@ def jsonl_lines(
 
     Raises: InputError if the stream is plainly of another kind.
     """
-    for number, raw in enumerate(stream, start=1):
-        if number == 1:
-            for start, (kind, hint) in _FOREIGN_STARTS.items():
-                if raw.startswith(start):
-                    raise InputError(f"this is a {kind} file and is read as JSONL", where=where, hint=hint)
-            raw = raw.removeprefix(b"\xef\xbb\xbf")
-            if _WHOLE_JSON.match(raw):
-                raise InputError(
-                    "this is JSON over several lines, or an array of objects, and is read as JSONL, an object a line",
-                    where=where,
-                    hint="jq -c '.[]' makes an array JSONL",
-                )
+    first = stream.readline(_START_BYTES)
+    refuse_foreign(first, "JSONL", where)
+    first = first.removeprefix(b"\xef\xbb\xbf")
+    if _WHOLE_JSON.match(first):
+        raise InputError(
+            "this is JSON over several lines, or an array of objects, and is read as JSONL, an object a line",
+            where=where,
+            hint="jq -c '.[]' makes an array JSONL",
+        )
+    if first and not first.endswith(b"\n"):
+        first += stream.readline()
+    for number, raw in enumerate(itertools.chain([first] if first else [], stream), start=1):
         if not raw.strip():
             yield Line(number, file=file)
         elif only_if is not None and only_if not in raw and b"\\u" not in raw:
@@ -183,22 +184,39 @@ def jsonl_lines(
                 yield Line(number, None, error, raw, file)
 
 
+def refuse_foreign(start: bytes, kind: str, where: str) -> None:
+    """Return if a file that is read as `kind` may be lines of text. start: its first bytes. Raises: InputError."""
+    for foreign, (name, hint) in _FOREIGN_STARTS.items():
+        if start.startswith(foreign):
+            raise InputError(f"this is a {name} file and is read as {kind}", where=where, hint=hint)
+
+
 def _parse_object(line: bytes) -> dict[str, Any]:
     try:
-        text = line.rstrip(b"\r\n").decode("utf-8")  # JSON's columns would start anew behind a line end
+        text = line.rstrip(b"\r\n").decode("utf-8")
     except UnicodeDecodeError as error:
         raise RowError(f"the line is not UTF-8: {error.reason} at byte {error.start}", code="bad_utf8") from None
-    try:
-        data = _DECODER.decode(text)
-    except json.JSONDecodeError as error:
-        raise RowError(f"the line is not JSON: {error.msg} at column {error.colno}", code="bad_json") from None
-    except RecursionError:
-        raise RowError("the line is not usable JSON: nested too deeply", code="bad_json") from None
-    except ValueError as error:
-        raise RowError(f"the line is not usable JSON: {error}", code="bad_json") from None
+    data = parse_json(text, "the line", code="bad_json")
     if not isinstance(data, dict):
         raise RowError(f"the line must be a JSON object, not {checks.shown(data)}", code="not_an_object")
     return data
+
+
+def parse_json(text: str, what: str, *, code: str) -> Any:
+    """Return the value that a text is as strict JSON. Raises: RowError with `code`, which says that `what` is none."""
+    too_deep = f"{what} is not usable JSON: nested more than {checks.MAX_DEPTH} deep"
+    try:
+        value = _DECODER.decode(text)
+    except json.JSONDecodeError as error:
+        reason = error.msg.removesuffix(" at")
+        raise RowError(f"{what} is not JSON: {reason} at column {error.pos + 1}", code=code) from None
+    except RecursionError:
+        raise RowError(too_deep, code=code) from None
+    except ValueError as error:
+        raise RowError(f"{what} is not usable JSON: {error}", code=code) from None
+    if text.count("[") + text.count("{") > checks.MAX_DEPTH and checks.is_too_deep(value):
+        raise RowError(too_deep, code=code)
+    return value
 
 
 def _refuse_constant(name: str) -> None:

@@ -1,252 +1,270 @@
 """A report's figures as one HTML page that needs nothing else: no network, no script.
 
-Knows HTML and SVG; everything that came from a file is escaped.
+Knows what is worth showing, and in which order. Does not know how a bar is drawn (`report_charts.py`).
 """
 
-import html
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
-_STYLE = """
-:root { color-scheme: light dark; --fg: #1c2024; --dim: #60646c; --line: #d9d9e0; --bar: #3e63dd; --bad: #ce2c31;
-  --bg: #fcfcfd; --card: #fff; }
-@media (prefers-color-scheme: dark) { :root { --fg: #edeef0; --dim: #b0b4ba; --line: #363a3f; --bar: #5472e4;
-  --bad: #ff9592; --bg: #111113; --card: #18191b; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--fg); background: var(--bg); margin: 0 auto; max-width: 68rem;
-  padding: 1.5rem; }
-h1 { font-size: 1.4rem; margin: 0 0 .2rem; overflow-wrap: anywhere; } h2 { font-size: 1.05rem; margin: 2rem 0 .6rem; }
-p.dim, td.dim, .axis { color: var(--dim); } .axis { font-size: .8rem; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: .7rem; margin-top: 1rem; }
-.card { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: .6rem .8rem; }
-.card b { display: block; font-size: 1.25rem; font-variant-numeric: tabular-nums; } .card span { color: var(--dim); }
-.two { display: grid; grid-template-columns: repeat(auto-fit, minmax(22rem, 1fr)); gap: 0 2rem; }
-table { border-collapse: collapse; width: 100%; } th { text-align: left; font-weight: 600; color: var(--dim); }
-th, td { padding: .2rem .7rem .2rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
-td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-td.t { overflow-wrap: anywhere; } td.r { white-space: nowrap; max-width: 16rem; overflow: hidden;
-  text-overflow: ellipsis; } .scroll { overflow-x: auto; }
-.bar { background: var(--bar); height: .8rem; border-radius: 2px; margin-top: .3rem; }
-td.b { width: 45%; } .bad { color: var(--bad); } svg { width: 100%; height: 9rem; display: block; }
-polyline { fill: none; stroke: var(--bar); stroke-width: 1.5; vector-effect: non-scaling-stroke; }
-details { margin-top: .8rem; } summary { cursor: pointer; } pre { overflow-x: auto; font-size: .8rem; }
-"""
+from specgen.job.report_charts import NONE, STYLE, bar, bars, columns, curve, duration, number, percent, table, text
+from specgen.stats import counted
 
 
 def report_page(report: Mapping[str, Any]) -> str:
     """Return the page of a report."""
-    totals = report["totals"]
     parts = [
-        f"<h1>{_text(report['output'])}</h1>",
-        f'<p class="dim">{_state(report)}</p>',
-        _cards(totals),
-        "<h2>Drafts accepted, by position</h2>",
-        _bars([(f"draft {one['position']}", one["rate"], _of(one)) for one in report["acceptance_per_pos"]], most=1.0),
+        f"<h1>{text(report['output'])}</h1>",
+        *_heading(report),
+        _cards(report),
+        _two(
+            _section("Drafts accepted, by position", _by_position(report["acceptance_per_pos"])),
+            _section("How answers ended", _endings(report)),
+        ),
         _over_time(report["over_time"]),
-        '<div class="two"><section><h2>How answers ended</h2>',
-        _counts(report["finish_reasons"], "ending"),
-        "</section><section><h2>What stopped them</h2>",
-        _counts(report["stops"], "stop"),
-        '</section></div><div class="two"><section><h2>Tokens of prompts</h2>',
-        _bins(report["prompt_lengths"]),
-        "</section><section><h2>Tokens of answers</h2>",
-        _bins(report["answer_lengths"]),
-        "</section></div>",
+        _two(*(_lengths(f"Tokens of {what}s", report[f"{what}_lengths"]) for what in ("prompt", "answer"))),
         *(_slices(name, rows) for name, rows in report["slices"].items()),
-        "<h2>Slowest answers: most steps</h2>",
-        _rows(report["most_steps"]),
-        "<h2>Answers with the least accepted drafts</h2>",
-        _rows(report["least_accepted"]),
-        "<h2>Failures</h2>",
-        _failures(report),
-        "<h2>What made it</h2>",
+        _failures(report) if report["error_codes"] else "",
+        _rows("Slowest answers", "those that took the most steps", report["most_steps"]),
+        _rows("Least accepted answers", "of those with 16 drafts or more", report["least_accepted"]),
+        _runs(report["runs"]),
         _manifest(report["manifest"]),
     ]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{_text(report['output'])}</title><style>{_STYLE}</style></head>\n<body>\n"
-        + "\n".join(parts)
+        f"<title>{text(report['output'])}</title><style>{STYLE}</style></head>\n<body>\n"
+        + "\n".join(part for part in parts if part)
         + "\n</body></html>\n"
     )
 
 
-def _text(value: object) -> str:
-    return html.escape(str(value)).encode("utf-8", "backslashreplace").decode("utf-8")
+def _section(title: str, content: str, remark: str = "") -> str:
+    small = f"<small>{text(remark)}</small>" if remark else ""
+    return f"<section><h2>{text(title)}{small}</h2>{content}</section>"
 
 
-def _number(value: object) -> str:
-    if value is None:
-        return "–"
-    return f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"
+def _two(*sections: str) -> str:
+    return f'<div class="two">{"".join(sections)}</div>'
 
 
-def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1%}"
-
-
-def _state(report: Mapping[str, Any]) -> str:
-    manifest = report["manifest"]
+def _heading(report: Mapping[str, Any]) -> list[str]:
+    """Whether it is whole, and what made it."""
+    manifest, lines = report["manifest"], []
     if manifest is None:
-        state = "there is no manifest beside it"
+        lines.append('<p class="dim">there is no manifest beside it: what made it is not known</p>')
     else:
-        state = f"begun {manifest['created']}, " + ("complete" if report["complete"] else "not complete")
+        rows = f", {counted(manifest['rows'], 'row')}" if manifest["rows"] is not None else ""
+        state = f"complete{rows}" if report["complete"] else '<span class="bad">not complete</span>'
+        runs = report["runs"]
+        times = [run["seconds"] for run in runs if run["seconds"] is not None]
+        took = f", {duration(sum(times))} in {counted(len(runs), 'run')}" if times else ""
+        lines.append(f"<p>{state}, begun {text(manifest['created'])}{took}</p>")
+        lines.append(f'<p class="dim">{text(_made_by(manifest))}</p>')
     if report["unreadable_lines"]:
-        state += f', <span class="bad">{report["unreadable_lines"]:,} lines cannot be read</span>'
-    return state
+        lines.append(f'<p class="bad">{counted(report["unreadable_lines"], "line")} cannot be read</p>')
+    return lines
 
 
-def _cards(totals: Mapping[str, Any]) -> str:
-    cards = [
-        ("answers", _number(totals["answers"])),
-        ("failed", _number(totals["failed"])),
-        ("output tokens", _number(totals["completion_tokens"])),
-        ("tokens an answer", _number(totals["mean_tokens"])),
-        ("tokens a step", _number(totals["mean_accepted_length"])),
-        ("drafts accepted", _percent(totals["acceptance_rate"] if totals["drafted"] else None)),
-        ("cut at the limit", _number(totals["cut"])),
-        ("empty", _number(totals["empty"])),
-        ("prompt tokens from cache", f"{_number(totals['cached_tokens'])} of {_number(totals['prompt_tokens'])}"),
+def _made_by(manifest: Mapping[str, Any]) -> str:
+    values = {key: one["value"] for key, one in manifest["recipe"].items()}
+    device = manifest["sessions"][-1]["device"] if manifest["sessions"] else {}
+    drafts = device.get("num_speculative_tokens", values.get("speculation.num_tokens"))
+    parts = [
+        values.get("model.path"),
+        *(device.get(name) for name in ("device", "dtype", "exactness")),
+        f"{drafts} drafts a step",
+        f"temperature {values.get('sampling.temperature')}",
+        f"seed {values.get('sampling.seed')}",
     ]
-    shown = "".join(f'<div class="card"><b>{value}</b><span>{name}</span></div>' for name, value in cards)
+    return " · ".join(str(part) for part in parts if part is not None)
+
+
+def _cards(report: Mapping[str, Any]) -> str:
+    totals = report["totals"]
+    num_ok = totals["answers"] - totals["failed"]
+    seconds = sum(run["seconds"] or 0 for run in report["runs"])
+    speeds = sum((run["seconds"] or 0) * (run["tokens_per_second"] or 0) for run in report["runs"])
+    cards = [
+        ("answers", number(totals["answers"]), False),
+        ("failed", number(totals["failed"]), totals["failed"] > 0),
+        ("output tokens", number(totals["completion_tokens"]), False),
+        ("tokens an answer", number(totals["mean_tokens"]), False),
+        ("output tokens a second", number(round(speeds / seconds)) if seconds else "–", False),
+        ("tokens a step", number(totals["mean_accepted_length"]), False),
+        ("drafts accepted", percent(totals["acceptance_rate"]), False),
+        ("cut at the token limit", _share(totals["cut"], num_ok), False),
+        ("empty answers", number(totals["empty"]), totals["empty"] > 0),
+        ("of prompts from cache", _share(totals["cached_tokens"], totals["prompt_tokens"]), False),
+    ]
+    shown = "".join(
+        f'<div class="card{" bad" if is_bad else ""}"><b>{value}</b><span>{name}</span></div>'
+        for name, value, is_bad in cards
+    )
     return f'<div class="cards">{shown}</div>'
 
 
-def _of(one: Mapping[str, Any]) -> str:
-    return f"{one['rate']:.1%} ({one['accepted']:,} of {one['drafted']:,})"
+def _share(count: int, of: int) -> str:
+    return percent(count / of) if of else "–"
 
 
-def _bars(rows: Sequence[tuple[str, float, str]], most: float | None = None) -> str:
-    if not rows:
-        return '<p class="dim">none</p>'
-    most = most or max(value for _, value, _ in rows) or 1.0
-    shown = "".join(
-        f'<tr><td>{_text(name)}</td><td class="b"><div class="bar" style="width:{100 * value / most:.1f}%"></div></td>'
-        f'<td class="n">{_text(label)}</td></tr>'
-        for name, value, label in rows
+def _by_position(positions: Sequence[Mapping[str, Any]]) -> str:
+    return bars(
+        [
+            (
+                f"draft {one['position']}",
+                one["rate"],
+                f"{one['rate']:.1%} ({one['accepted']:,} of {one['drafted']:,})",
+                False,
+            )
+            for one in positions
+        ]
     )
-    return f"<table>{shown}</table>"
 
 
-def _counts(counts: Mapping[str, int], what: str) -> str:
-    return _bars([(name or f"(no {what})", float(count), f"{count:,}") for name, count in counts.items()])
+def _endings(report: Mapping[str, Any]) -> str:
+    total = report["totals"]["answers"] or 1
+    counts = dict(report["finish_reasons"])
+    stops = {
+        f"stop by {json.dumps(stop, ensure_ascii=False)}" if stop else "stop": count
+        for stop, count in report["stops"].items()
+    }
+    others = counts.pop("stop", 0) - sum(stops.values())
+    counts |= stops | ({"stop by others": others} if others else {})
+    ordered = sorted(counts.items(), key=lambda item: -item[1])
+    return bars([(name, count / total, _counted_share(count, total), name == "error") for name, count in ordered])
 
 
-def _bins(bins: Sequence[Mapping[str, int]]) -> str:
-    def name(one: Mapping[str, int]) -> str:
-        return f"{one['from']:,}" if one["from"] == one["to"] else f"{one['from']:,} to {one['to']:,}"
-
-    return _bars([(name(one), float(one["count"]), f"{one['count']:,}") for one in bins])
+def _counted_share(count: int, total: int) -> str:
+    return f"{count:,} ({count / total:.1%})"
 
 
 def _over_time(points: Sequence[Mapping[str, Any]]) -> str:
     if len(points) < 2:
         return ""
-    seconds = [one["seconds"] for one in points]
     rates = [(one["seconds"], one["acceptance_rate"]) for one in points if one["acceptance_rate"] is not None]
     speeds = [(one["seconds"], one["tokens_per_second"]) for one in points]
-    charts: list[tuple[str, list[tuple[float, float]], float, Callable[[Any], str]]] = [
-        ("Tokens a second, over time", speeds, max(value for _, value in speeds), _number)
+    marks = [before["seconds"] for before, after in pairwise(points) if before["run"] != after["run"]]
+    remark = "all runs in a row" if marks else ""
+    sections = [
+        _section("Tokens a second, over time", curve(speeds, marks, None, lambda value: f"{value:,.0f}"), remark)
     ]
     if len(rates) > 1:
-        charts.insert(0, ("Drafts accepted, over time", rates, 1.0, _percent))
-    shown = ""
-    for title, values, most, label in charts:
-        path = " ".join(
-            f"{100 * (at - seconds[0]) / (seconds[-1] - seconds[0]):.2f},{40 - 38 * value / (most or 1):.2f}"
-            for at, value in values
+        sections.insert(
+            0, _section("Drafts accepted, over time", curve(rates, marks, 1.0, lambda value: f"{value:.0%}"), remark)
         )
-        shown += (
-            f'<section><h2>{title}</h2><svg viewBox="0 0 100 40" preserveAspectRatio="none" role="img"'
-            f' aria-label="{title}"><polyline points="{path}"/></svg>'
-            f'<div class="axis">0 to {label(most)}, {_number(seconds[0])} to {_number(seconds[-1])} s</div></section>'
-        )
-    return f'<div class="two">{shown}</div>'
+    return _two(*sections)
 
 
-def _table(head: Sequence[tuple[str, str]], rows: Iterable[Sequence[str]]) -> str:
-    """head: titles and the class of their cells."""
-    titles = "".join(f'<th class="{kind}">{title}</th>' for title, kind in head)
-    body = "".join(
-        "<tr>" + "".join(f'<td class="{kind}">{cell}</td>' for (_, kind), cell in zip(head, row, strict=True)) + "</tr>"
-        for row in rows
-    )
-    return f'<div class="scroll"><table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>'
+def _lengths(title: str, lengths: Mapping[str, Any] | None) -> str:
+    if lengths is None:
+        return _section(title, NONE)
+    remark = f"median {lengths['median']:,}, 9 of 10 at most {lengths['p90']:,}, longest {lengths['most']:,}"
+    ranges = [
+        (f"{one['from']:,}" if one["from"] == one["to"] else f"{one['from']:,} to {one['to']:,}", one["count"])
+        for one in lengths["bins"]
+    ]
+    return _section(title, columns(ranges), remark)
 
 
 def _slices(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    head = [
-        (_text(name), "t"),
-        *((title, "n") for title in ("answers", "failed", "cut", "tokens", "a step", "accepted")),
-    ]
+    head = [(name, "r"), *((title, "n") for title in ("answers", "failed", "cut", "mean tokens", "tokens/step"))]
     cells = (
         [
-            _text(row["value"]),
-            *(_number(row[key]) for key in ("answers", "failed", "cut", "mean_tokens", "mean_accepted_length")),
-            _percent(row["acceptance_rate"]),
+            text(row["value"]) if row["value"] is not None else '<span class="dim">all others</span>',
+            *(number(row[key]) for key in ("answers", "failed", "cut", "mean_tokens", "mean_accepted_length")),
+            percent(row["acceptance_rate"]),
+            bar(row["acceptance_rate"] or 0),
         ]
         for row in rows
     )
-    return f"<h2>By {_text(name)}</h2>{_table(head, cells)}"
+    return _section(f"By {name}", table([*head, ("accepted", "n"), ("", "b")], cells))
 
 
-def _rows(rows: Sequence[Mapping[str, Any]]) -> str:
+def _rows(title: str, remark: str, rows: Sequence[Mapping[str, Any]]) -> str:
     if not rows:
-        return '<p class="dim">none</p>'
-    head = [
-        ("row", "r"),
-        ("ended by", ""),
-        *((title, "n") for title in ("tokens", "steps", "a step", "accepted")),
-        ("text", "t"),
-    ]
+        return ""
+    numbers = [(name, "n") for name in ("tokens", "steps", "tokens/step", "accepted")]
     cells = (
         [
             _row_name(row),
-            _text(row["finish_reason"]),
-            *(_number(row[key]) for key in ("tokens", "steps", "mean_accepted_length")),
-            _percent(row["acceptance_rate"]),
-            _text(row["text"]),
+            *(number(row[key]) for key in ("tokens", "steps", "mean_accepted_length")),
+            percent(row["acceptance_rate"]),
+            text(row["finish_reason"]),
+            text(row["text"]),
         ]
         for row in rows
     )
-    return _table(head, cells)
+    return _section(title, table([("row", "r"), *numbers, ("ended by", ""), ("text", "t")], cells), remark)
 
 
 def _row_name(row: Mapping[str, Any]) -> str:
     sample = f", sample {row['sample']}" if row["sample"] else ""
-    return _text(row["id"]) + sample
+    return text(row["id"] if row["id"] is not None else f"index {row['index']}") + sample
 
 
 def _failures(report: Mapping[str, Any]) -> str:
-    if not report["error_codes"]:
-        return '<p class="dim">none</p>'
-    head = [("row", "r"), ("line", "n"), ("code", ""), ("message", "t")]
+    codes, total = report["error_codes"], report["totals"]["failed"]
+    rows = [(code, count / total, _counted_share(count, total), True) for code, count in codes.items()]
     cells = (
         [
             _row_name(row),
-            _number(row["error"].get("line")),
-            _text(row["error"].get("code")),
-            _text(row["error"].get("message")),
+            number(row["error"].get("line")),
+            text(row["error"].get("code")),
+            text(row["error"].get("message")),
         ]
         for row in report["failures"]
     )
-    return _counts(report["error_codes"], "code") + _table(head, cells)
+    remark = f"the first of each code, {len(report['failures'])} of {total:,}"
+    head = [("row", "r"), ("line", "n"), ("code", ""), ("message", "t")]
+    return _section("Failures", bars(rows) + table(head, cells), remark)
+
+
+def _runs(runs: Sequence[Mapping[str, Any]]) -> str:
+    if not runs:
+        return ""
+    head = [
+        *((name, "w") for name in ("begun", "ended", "host", "device")),
+        *((name, "n") for name in ("answers", "failed", "took", "tokens/s")),
+        ("remarks", "t"),
+    ]
+    cells = (
+        [
+            text(run["started"]),
+            text(run["ended"]) if run["ended"] is not None else '<span class="bad">not told</span>',
+            *(text(run[key] or "–") for key in ("host", "device")),
+            *(number(run[key]) for key in ("answers", "failed")),
+            duration(run["seconds"]),
+            number(run["tokens_per_second"]),
+            text("; ".join([*([run["error"]] if run["error"] else []), *run["changed"]])),
+        ]
+        for run in runs
+    )
+    return _section("Runs that made it", table(head, cells))
 
 
 def _manifest(manifest: Mapping[str, Any] | None) -> str:
     if manifest is None:
-        return '<p class="dim">there is no manifest</p>'
-    recipe = _table(
-        [("key", ""), ("value", "t"), ("from", "t")],
-        (
-            [_text(key), _text(json.dumps(one["value"], ensure_ascii=False)), _text(one["origin"])]
-            for key, one in manifest["recipe"].items()
-        ),
-    )
+        return ""
+    head = [("key", "w"), ("value", "t"), ("from", "t")]
+
+    def keys(*, also_defaults: bool) -> str:
+        return table(
+            head,
+            (
+                [text(key), text(json.dumps(one["value"], ensure_ascii=False)), text(one["origin"])]
+                for key, one in manifest["recipe"].items()
+                if also_defaults or one["origin"] != "default"
+            ),
+        )
+
     rest = {name: value for name, value in manifest.items() if name not in ("recipe", "sessions")}
     rest["sessions"] = [{k: v for k, v in session.items() if k != "series"} for session in manifest["sessions"]]
-    whole = _text(json.dumps(rest, indent=1, ensure_ascii=False))
-    return (
-        f"<details open><summary>Recipe</summary>{recipe}</details>"
-        f"<details><summary>Manifest</summary><pre>{whole}</pre></details>"
+    whole = text(json.dumps(rest, indent=1, ensure_ascii=False))
+    return _section(
+        "Recipe",
+        f"{keys(also_defaults=False)}<details><summary>All keys, defaults too</summary>{keys(also_defaults=True)}"
+        f"</details><details><summary>Manifest: fingerprints, versions, counts</summary><pre>{whole}</pre></details>",
+        "what was set",
     )

@@ -16,7 +16,7 @@ from specgen.job.digest_map import digest_of
 from specgen.job.inputs import GivenRows, Input, duplicates_error
 from specgen.job.job import Engine, Job, Progress
 from specgen.job.journal import pending
-from specgen.job.manifest import Manifest, TimeSeries, fingerprints
+from specgen.job.manifest import Manifest, TimeSeries, fingerprints, now
 from specgen.job.openai_answers import BatchForm
 from specgen.job.plan import Plan, RowPlanner
 from specgen.job.prompts import PromptBuilder, chat_template_of, check_token_ids
@@ -28,6 +28,9 @@ from specgen.job.writer import LineWriter
 from specgen.recipe import Recipe
 from specgen.stats import RunStats
 from specgen.tokenizer import Tokenizer
+
+# Seconds after which the manifest is told how far a run is: whatever ends it, no more than that is not in the report.
+_NOTE_SECONDS = 60.0
 
 
 class DescribedEngine(Engine, Protocol):
@@ -91,7 +94,7 @@ class Session:
         if rows.can_be_read_twice:
             scan = rows.scan()
             if scan.duplicates and not keeps_duplicates:
-                raise duplicates_error(scan, rows.name)
+                raise duplicates_error(scan.num_duplicates, scan.duplicates, rows.name)
             self.total = scan.rows if shard is None else round(scan.rows / shard[1])
         new = Manifest.of(
             recipe,
@@ -180,7 +183,7 @@ class Session:
         self._sort_if_needed()
         self.close()
         self.target.touch()
-        self.target.end(lines=0, failed=0, rows=self.counts.rows, rows_in_shard=self.counts.in_shard)
+        self.target.put_down({}, lines=0, failed=0, rows=self.counts.rows, rows_in_shard=self.counts.in_shard)
 
     def job(
         self,
@@ -201,12 +204,19 @@ class Session:
             eos_token_ids=engine.eos_token_ids,
         )
 
+        last_note = 0.0
+
         def observe(progress: Progress) -> None:
+            nonlocal last_note
             self._series.observe(progress)
+            if progress.seconds - last_note > _NOTE_SECONDS:
+                last_note = progress.seconds
+                with suppress(InputError):  # if the disk is full, the output says so
+                    self.target.put_down(self._figures(job.stats), lines=writer.num_written, failed=job.stats.failed)
             if on_progress is not None:
                 on_progress(progress)
 
-        return Job(
+        job = Job(
             self.recipe,
             engine,
             self.tokenizer,
@@ -217,6 +227,7 @@ class Session:
             stop=stop,
             on_progress=observe,
         )
+        return job
 
     def _sort_if_needed(self) -> None:
         """Several runs leave lines out of order: what one had finished early, rows that failed before, new rows.
@@ -232,16 +243,17 @@ class Session:
             self.target.sort(self._form)
 
     def _end(self, stats: RunStats, lines: int, *, is_complete: bool, **results: object) -> None:
-        stats.blank_lines = self._rows.blank_lines
-        self.target.end(
+        self.target.put_down(
+            {"ended": now(), **self._figures(stats), **results},
             lines=lines,
             failed=stats.failed,
             rows=self.counts.rows if is_complete else None,
             rows_in_shard=self.counts.in_shard,
-            statistics=stats.as_dict(),
-            series=self._series.points,
-            **results,
         )
+
+    def _figures(self, stats: RunStats) -> dict[str, object]:
+        stats.blank_lines = self._rows.blank_lines
+        return {"statistics": stats.as_dict(), "series": self._series.points}
 
     def close(self) -> None:
         """Stop reading and let others write; for a session that is not run."""

@@ -9,25 +9,29 @@ import csv
 import io
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from specgen import checks
 from specgen.errors import InputError, RowError
-from specgen.job.readers import Line
+from specgen.job.contents import Base64
+from specgen.job.readers import Line, refuse_foreign
 from specgen.job.unpack import library, opened
 from specgen.recipe import InputSection
 
 _TABLE_BATCH = 256  # rows of a table in memory at once
+_PARQUET_BUFFER = 1 << 20  # bytes of a column that are read at once; without it, a whole row group is
+_LONGEST_CELL = 1 << 24  # characters of CSV: how much a quote that is not closed can swallow
 
 
 def csv_lines(path: str, name: str, file: str | None) -> Iterator[Line]:
-    """Yield the rows of CSV: texts, null for an empty cell. Too many or too few cells are that row's error.
+    """Yield the rows of CSV: texts, null for an empty cell. Too many or too few cells, or a NUL, are that row's error.
 
     Raises: InputError for a header that cannot be used, and what `opened` raises.
     """
-    csv.field_size_limit(2**31 - 1)
+    csv.field_size_limit(_LONGEST_CELL)
     with opened(path) as stream:
         text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
         try:
@@ -40,7 +44,7 @@ def csv_lines(path: str, name: str, file: str | None) -> Iterator[Line]:
                 except csv.Error as error:
                     if header is None:
                         raise InputError(f"the CSV header cannot be read: {error}", where=f"{name}:{number}") from None
-                    yield Line(number, None, RowError(f"the row is not CSV: {error}", code="bad_csv"), b"", file)
+                    yield Line(number, None, _csv_error(error, number, rows.line_num), f"{number}".encode(), file)
                     continue
                 if cells is None:
                     return
@@ -55,11 +59,18 @@ def csv_lines(path: str, name: str, file: str | None) -> Iterator[Line]:
             text.detach()
 
 
+def _csv_error(error: csv.Error, first_line: int, last_line: int) -> RowError:
+    """Return the error of a row that may have swallowed lines."""
+    reason = "a quote is not closed" if "end of data" in str(error) else str(error)
+    swallowed = f"; lines {first_line} to {last_line} are lost to it" if last_line > first_line else ""
+    return RowError(f"the row is not CSV: {reason}{swallowed}", code="bad_csv")
+
+
 def _checked_header(cells: list[str], name: str) -> list[str]:
-    if len(set(cells)) != len(cells):
-        twice = next(cell for cell in cells if cells.count(cell) > 1)
-        raise InputError(f"the CSV header names {checks.shown(twice)} twice", where=f"{name}:1")
-    if any(map(_is_not_utf8, cells)):
+    raw = _bytes_of(cells)
+    refuse_foreign(raw, "CSV", name)
+    _check_names(cells, "the CSV header", f"{name}:1")
+    if not _is_utf8(raw):
         raise InputError("the CSV header is not UTF-8", where=f"{name}:1", hint="iconv makes it so")
     if len(cells) == 1 and (other := next((mark for mark in ";\t|" if mark in cells[0]), None)):
         raise InputError(
@@ -70,15 +81,32 @@ def _checked_header(cells: list[str], name: str) -> list[str]:
     return cells
 
 
-def _is_not_utf8(text: str) -> bool:
-    """Whether bytes were read that are none; they stand in the text as half surrogate pairs."""
-    return any("\udc80" <= char <= "\udcff" for char in text)
+def _check_names(names: Sequence[str], what: str, where: str) -> None:
+    """Raises: InputError if two columns have one name: a row could hold only one of them."""
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InputError(f"{what} names {checks.shown(twice)} twice", where=where)
+
+
+def _bytes_of(cells: Sequence[str]) -> bytes:
+    """Return what was read; bytes that are no UTF-8 stand in the cells as half surrogate pairs."""
+    return ",".join(cells).encode("utf-8", "surrogateescape")
+
+
+def _is_utf8(raw: bytes) -> bool:
+    try:
+        raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _csv_line(number: int, header: list[str], cells: list[str], file: str | None) -> Line:
-    raw = ",".join(cells).encode("utf-8", "surrogateescape")
-    if any(map(_is_not_utf8, cells)):
+    raw = _bytes_of(cells)
+    if not _is_utf8(raw):
         return Line(number, None, RowError("the line is not UTF-8", code="bad_utf8"), raw, file)
+    if b"\0" in raw:
+        return Line(number, None, RowError("the row holds a NUL", code="bad_csv"), raw, file)
     if len(cells) != len(header):
         message = f"the row has {len(cells)} cells, the header {len(header)}"
         return Line(number, None, RowError(message, code="bad_csv"), raw, file)
@@ -88,7 +116,11 @@ def _csv_line(number: int, header: list[str], cells: list[str], file: str | None
 def parquet_lines(path: str, file: str | None) -> Iterator[Line]:
     """Yield the rows of a Parquet file. Raises: InputError."""
     parquet = library("pyarrow.parquet", "parquet", path)
-    with _pyarrow_errors(path, "Parquet"), parquet.ParquetFile(path) as table:
+    with (
+        _pyarrow_errors(path, "Parquet"),
+        parquet.ParquetFile(path, pre_buffer=False, buffer_size=_PARQUET_BUFFER) as table,
+    ):
+        _check_names(table.schema_arrow.names, "the table", path)
         yield from _table_lines(table.iter_batches(batch_size=_TABLE_BATCH), file)
 
 
@@ -101,7 +133,8 @@ def arrow_lines(path: str, file: str | None) -> Iterator[Line]:
             batches: Iterable[Any] = (reader.get_batch(i) for i in range(reader.num_record_batches))
         except pyarrow.ArrowInvalid:
             mapped.seek(0)
-            batches = pyarrow.ipc.open_stream(mapped)
+            batches = reader = pyarrow.ipc.open_stream(mapped)
+        _check_names(reader.schema.names, "the table", path)
         yield from _table_lines(_in_slices(batches), file)
 
 
@@ -128,18 +161,20 @@ def _table_lines(batches: Iterable[Any], file: str | None) -> Iterator[Line]:
             if isinstance(data, RowError):
                 yield Line(number, None, data, str(number).encode(), file)
             else:
-                yield Line(number, {name: plain(value) for name, value in data.items()}, file=file)
+                yield line_of(number, data, file)
 
 
 def _objects_of(batch: Any) -> Iterator[dict[str, Any] | RowError]:
-    """Yield a batch's rows, and an error for one that Python cannot hold: text that is not UTF-8, a moment too fine."""
+    """Yield a batch's rows, and an error for one that Python cannot hold: text that is not UTF-8, a moment too fine, a
+    map with a key twice.
+    """
     try:
-        whole = batch.to_pylist()
-    except (ValueError, OverflowError):
+        whole = batch.to_pylist(maps_as_pydicts="strict")
+    except (ValueError, OverflowError, KeyError):
         for place in range(batch.num_rows):
             try:
-                yield from batch.slice(place, 1).to_pylist()
-            except (ValueError, OverflowError) as error:
+                yield from batch.slice(place, 1).to_pylist(maps_as_pydicts="strict")
+            except (ValueError, OverflowError, KeyError) as error:
                 yield RowError(f"a value of the row cannot be read: {error}", code="bad_value")
     else:
         yield from whole
@@ -148,37 +183,65 @@ def _objects_of(batch: Any) -> Iterator[dict[str, Any] | RowError]:
 def dataset_lines(path: str, section: InputSection, file: str | None) -> Iterator[Line]:
     """Yield the rows of a dataset: a folder that `datasets` saved or knows to read, or a hub id. Raises: InputError."""
     datasets = library("datasets", "datasets", path)
+    if sys.stderr is None or not sys.stderr.isatty():
+        datasets.disable_progress_bars()
     try:
-        if os.path.isfile(os.path.join(path, "state.json")):
-            rows = datasets.load_from_disk(path)
-        elif os.path.isfile(os.path.join(path, "dataset_dict.json")):
-            rows = datasets.load_from_disk(path)[section.split]
+        if any(os.path.isfile(os.path.join(path, name)) for name in ("state.json", "dataset_dict.json")):
+            rows = _split_of(datasets.load_from_disk(path), path, section)
         else:
             rows = datasets.load_dataset(path, section.subset, split=section.split, streaming=section.streaming)
         for number, data in enumerate(rows, start=1):
-            yield Line(number, {str(name): plain(value) for name, value in data.items()}, file=file)
+            yield line_of(number, data, file)
+    except InputError:
+        raise
     except Exception as error:  # the library raises its own, the hub's and the system's errors alike
         cause = " ".join(str(error.__cause__ or error).split())[:300]
-        hint = "is there a file or folder of that name, is the id right, is the network there?"
+        is_here = os.path.isdir(path)
+        hint = None if is_here else "is there a file or folder of that name, is the id right, is the network there?"
         raise InputError(f"the dataset cannot be had: {cause}", where=path, hint=hint) from error
 
 
-def plain(value: Any, *, with_nulls: bool = False) -> Any:
+def _split_of(saved: Any, path: str, section: InputSection) -> Any:
+    """Return the split that is asked for of what `datasets` saved, which has no subsets. Raises: InputError."""
+    if section.subset is not None:
+        raise InputError("input.subset has no effect: a dataset that was saved has none", where=path)
+    if not isinstance(saved, Mapping) and section.split == InputSection().split:
+        return saved
+    splits = saved if isinstance(saved, Mapping) else {str(saved.split or "one without a name"): saved}
+    if section.split not in splits:
+        known = ", ".join(splits)
+        raise InputError(f"the dataset has no split {checks.shown(section.split)}", where=path, hint=f"it has {known}")
+    return splits[section.split]
+
+
+def line_of(number: int, data: Mapping[Any, Any], file: str | None, *, with_nulls: bool = False) -> Line:
+    """Return the line of a row's values; one that cannot be held is its error."""
+    try:
+        return Line(number, {str(name): plain(value, with_nulls=with_nulls) for name, value in data.items()}, file=file)
+    except RowError as error:
+        return Line(number, None, error, str(number).encode(), file)
+
+
+def plain(value: Any, *, with_nulls: bool = False, levels: int = checks.MAX_DEPTH) -> Any:
     """Return a value as JSON has it: NaN is null, bytes are base64, dates and decimals their texts.
 
     with_nulls: whether an object keeps its nulls; a table's struct has every field in every row: null is "not given".
+
+    Raises: RowError if it holds values more than `levels` deep.
     """
     if value is None or isinstance(value, (str, bool, int)):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if levels == 0:
+        raise RowError(f"a value of the row is nested more than {checks.MAX_DEPTH} deep", code="bad_value")
     if isinstance(value, Mapping):
         items = value.items() if with_nulls else ((name, item) for name, item in value.items() if item is not None)
-        return {str(name): plain(item, with_nulls=with_nulls) for name, item in items}
+        return {str(name): plain(item, with_nulls=with_nulls, levels=levels - 1) for name, item in items}
     if isinstance(value, (list, tuple)):
-        return [plain(item, with_nulls=with_nulls) for item in value]
+        return [plain(item, with_nulls=with_nulls, levels=levels - 1) for item in value]
     if isinstance(value, (bytes, bytearray)):
-        return base64.b64encode(value).decode("ascii")
+        return Base64(base64.b64encode(value).decode("ascii"))
     if hasattr(value, "tolist"):  # numpy
-        return plain(value.tolist())
+        return plain(value.tolist(), levels=levels - 1)
     return value.isoformat() if hasattr(value, "isoformat") else str(value)

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 class Target:
     """The output of a run. old: the manifest of the answers that are there, None if there are none.
 
-    journal: those answers. is_file: whether it is a file, which can be continued.
+    journal: those answers. is_file: whether it is a file, which can be continued. moved_to: where `fresh` put them.
     """
 
     def __init__(self, path: str, *, fresh: bool) -> None:
@@ -34,10 +34,13 @@ class Target:
         self.is_file = path != "-" and not is_special(path)
         self.journal = Journal()
         self.old: Manifest | None = None
+        self.moved_to: str | None = None
         self._fresh = fresh
         self._sink: FileSink | None = None
         self._fsync: tuple[float | None, int | None] = (None, None)
         self._manifest: Manifest | None = None
+        self._recipe: object = None  # the manifest's, once a run begins with it
+        self._changes: list[str] = []
         if not self.is_file or fresh or not os.path.isfile(path) or not os.path.getsize(path):
             return
         self.old = Manifest.read(path)
@@ -56,14 +59,13 @@ class Target:
         Raises: InputError if it was made with settings that give other answers, is damaged, or is being written to.
         """
         self._fsync = (recipe.output.fsync_seconds, recipe.output.fsync_rows)
-        self._manifest = new
+        self._manifest, self._recipe = new, new.content["recipe"]
         if self.old is None:
             return []
-        content, speed = self.old.differences(new)
+        content, self._changes = self.old.differences(new)
         if content:
             raise refusal(self.path, content)
-        notes = [f"changed since the last run: {change}" for change in speed]
-        self._manifest = Manifest(self.old.content | {"recipe": new.content["recipe"]})
+        self._manifest = Manifest(dict(self.old.content))
         lock = FileSink(self.path)
         try:
             self.journal = read_journal(self.path, form)
@@ -77,8 +79,18 @@ class Target:
                 self.journal = read_journal(self.path, form)
         finally:
             lock.close()
-        self._sink = self._file_sink()
-        return notes
+        self._sink = self._file_sink()  # of the file that is there now: a new one, if lines were taken out
+        if self._sink.size != self.journal.size:
+            self.close()
+            raise self._written_meanwhile()
+        return [f"changed since the last run: {change}" for change in self._changes]
+
+    def _written_meanwhile(self) -> InputError:
+        return InputError(
+            "another run has written this output meanwhile",
+            where=self.path,
+            hint="the same command goes on from there",
+        )
 
     def _file_sink(self) -> FileSink:
         return FileSink(self.path, fsync_seconds=self._fsync[0], fsync_rows=self._fsync[1])
@@ -94,12 +106,10 @@ class Target:
             if os.path.exists(self.path):
                 self._file_sink().close()  # nobody else may be writing to it
             if not self._fresh and os.path.exists(self.path) and os.path.getsize(self.path):
-                raise InputError(
-                    "another run has written this output meanwhile",
-                    where=self.path,
-                    hint="the same command goes on from there",
-                )
-            move_aside(([self.path] if self._fresh else []) + files_beside(self.path))
+                raise self._written_meanwhile()
+            is_there = self._fresh and os.path.lexists(self.path)
+            suffix = move_aside(([self.path] if self._fresh else []) + files_beside(self.path))
+            self.moved_to = f"{self.path}{suffix}" if is_there else None
             self._sink = self._file_sink()
         sink, self._sink = self._sink, None
         return sink
@@ -115,23 +125,26 @@ class Target:
             content, _ = self.old.differences(Manifest(self._manifest.content | {"resolved": dict(resolved)}))
             if content:
                 raise refusal(self.path, content)
-        self._manifest.content["resolved"] = dict(resolved)
-        self._manifest.begin_session(device)
+        self._manifest.content |= {"resolved": dict(resolved), "recipe": self._recipe}
+        self._manifest.begin_session(device, self._changes)
         self._manifest.write(self.path)
         recipe_path = recipe_beside(self.path)
         assert recipe_path is not None
         write_file(recipe_path, recipe.to_yaml_with_origins(), "recipe beside the output")
 
-    def end(self, *, lines: int, failed: int, rows: int | None, rows_in_shard: int, **results: Any) -> None:
+    def put_down(
+        self, session: Mapping[str, Any], *, lines: int, failed: int, rows: int | None = None, rows_in_shard: int = 0
+    ) -> None:
         """Put down what is there now: so many lines more, so many of them failed.
 
-        rows: of the whole input, None unless all have their lines now.
+        session: what there is to say of the run that runs, or ends. rows: of the whole input, None unless all have
+        their lines now.
 
         Raises: InputError if that fails.
         """
         if self._manifest is None:
             return
-        self._manifest.end_session(**results)
+        self._manifest.note_session(session)
         self._manifest.content |= {
             "complete": rows is not None,
             "lines": self.journal.lines + lines,

@@ -16,7 +16,7 @@ import jinja2.sandbox
 
 from specgen import checks
 from specgen.errors import ModelError, RecipeError, RowError
-from specgen.job.contents import Chat
+from specgen.job.contents import Base64, Chat
 from specgen.tokenizer import read_json
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -40,7 +40,7 @@ class ColumnTemplate:
         """Raises: RecipeError if it is no template."""
         # Taken as it is written: no newline behind a block is dropped.
         environment = _environment(trim_blocks=False, lstrip_blocks=False, undefined=jinja2.StrictUndefined)
-        environment.finalize = _not_null
+        environment.finalize = _text_of
         try:
             self._template = environment.from_string(text)
         except jinja2.TemplateSyntaxError as error:
@@ -154,9 +154,11 @@ def _refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _not_null(value: object) -> object:
+def _text_of(value: object) -> object:
     if value is None:
         raise jinja2.TemplateError("a value is null, and would be written as None; {{ x or '' }} leaves it out")
+    if isinstance(value, Base64):
+        raise jinja2.TemplateError(f"a value is {checks.shown(value)}, which are no text")
     return value
 
 
@@ -179,9 +181,10 @@ def _moment(now: object) -> datetime.datetime:
 
 def _read(path: Path, kind: type[RecipeError] | type[ModelError]) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # a BOM is no part of it
     except (OSError, UnicodeDecodeError) as error:
-        raise kind(f"the chat template cannot be read: {error}", where=str(path)) from None
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise kind(f"the chat template cannot be read: {reason}", where=str(path)) from None
 
 
 def _token_text(declared: object) -> str | None:

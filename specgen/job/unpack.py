@@ -33,9 +33,10 @@ def opened(path: str) -> Iterator[BinaryIO]:
             yield unpacked  # type: ignore[misc]
     elif path.lower().endswith(".zst"):
         zstandard = library("zstandard", "zst", path)
+        unpacker = zstandard.ZstdDecompressor(max_window_size=2**31)  # zstd --long=31 is the most there is
         with open(path, "rb") as stream:
             try:
-                yield io.BufferedReader(_ZstReader(stream, zstandard.ZstdDecompressor()), _CHUNK_BYTES)
+                yield io.BufferedReader(_ZstReader(stream, unpacker), _CHUNK_BYTES)
             except zstandard.ZstdError as error:
                 raise InputError(f"the compressed input is damaged: {error}", where=path) from None
     else:

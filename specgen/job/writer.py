@@ -36,7 +36,8 @@ class Sink(Protocol):
 class FileSink:
     """Appends to a file of which it is the only writer; whatever fails, no part of a line stays in it.
 
-    fsync_seconds, fsync_rows: lines are forced to disk when so much time or so many lines have passed, and at the end.
+    size: its bytes. fsync_seconds, fsync_rows: lines are forced to disk when so much time or so many lines have
+    passed, and at the end.
     """
 
     def __init__(self, path: str, *, fsync_seconds: float | None = None, fsync_rows: int | None = None) -> None:
@@ -58,7 +59,7 @@ class FileSink:
             raise InputError(
                 "another run is writing to this output", where=path, hint="--output or --shard names another"
             )
-        self._size = os.fstat(self._descriptor).st_size
+        self.size = os.fstat(self._descriptor).st_size
 
     def _is_ours(self) -> bool:
         """Lock the file; whether that worked, and it still is the file of its name (a run that sorts replaces it)."""
@@ -82,14 +83,14 @@ class FileSink:
         try:
             while written < len(lines):
                 written += os.write(self._descriptor, lines[written:] if written else lines)
-            self._size += written
+            self.size += written
             self._num_unsynced += lines.count(b"\n")
             if self._is_sync_due():
                 self.sync()
         except OSError as error:
             whole = lines.rfind(b"\n", 0, written) + 1
             with contextlib.suppress(OSError):
-                os.ftruncate(self._descriptor, self._size + whole if written < len(lines) else self._size)
+                os.ftruncate(self._descriptor, self.size + whole if written < len(lines) else self.size)
             raise self._failure(error) from error
 
     def _failure(self, error: OSError) -> InputError:
@@ -172,6 +173,7 @@ class LineWriter:
         self._ordered = ordered
         self._spill_folder = spill_folder
         self._next = 0
+        self._is_writing = False
         self._ready: list[bytes] = []
         self._held: dict[int, bytes | tuple[int, int]] = {}
         self._held_bytes = 0
@@ -195,11 +197,19 @@ class LineWriter:
     def flush(self) -> None:
         """Hand the lines whose turn it is to the sink, all in one write; if there are none, let it do what is due.
 
+        Called by a signal's handler in the middle of a write, it does nothing: what comes after half a line is damage.
+
         Raises: InputError if the disk is full or gone, BrokenPipeError if nobody reads any more.
         """
-        ready, self._ready = self._ready, []
-        self._sink.write(b"".join(ready))
-        self.num_written += len(ready)
+        if self._is_writing:
+            return
+        self._is_writing = True
+        try:
+            ready, self._ready = self._ready, []
+            self._sink.write(b"".join(ready))
+            self.num_written += len(ready)
+        finally:
+            self._is_writing = False
 
     def write_held(self) -> None:
         """Write the lines that still wait for others that will never come, in order.

@@ -285,7 +285,8 @@ def test_fresh_moves_the_old_output_aside(folder: Path, engines: list[Any], caps
     assert main(["run", "job.yaml"]) == 0
     assert "nothing is left to do" in capsys.readouterr().err
     assert len(engines) == 1
-    assert main(["run", "job.yaml", "-q", "--fresh", "--set", "input.limit=2"]) == 0
+    assert main(["run", "job.yaml", "--fresh", "--set", "input.limit=2"]) == 0
+    assert "the old answers are in out.jsonl.old\n" in capsys.readouterr().err
     assert (folder / "out.jsonl.old").read_bytes() == old
     assert (folder / "out.jsonl.recipe.yaml.old").is_file()
     assert len((folder / "out.jsonl").read_text().splitlines()) == 2
@@ -296,7 +297,12 @@ def test_a_dead_engine_and_a_bug_give_1(
 ) -> None:
     monkeypatch.setattr(EngineClient, "create", lambda *args, **_: fake_engine(die_after=3))
     assert main(["run", "job.yaml"]) == 1
-    assert "error: the engine stopped: scripted" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert (
+        "warning: the engine stopped: what had finished was written (1 answer); the same command goes on from there"
+        in told
+    )
+    assert told.endswith("error: the engine stopped: scripted\n")
 
     def broken(*args: object, **_: object) -> None:
         raise ZeroDivisionError("oops")
@@ -323,6 +329,21 @@ def test_a_signal_ends_the_run_with_its_code_and_whole_lines(
     records = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
     assert 0 < len(records) < 10
     assert json.loads((folder / "stats.json").read_text())["interrupted"] is True
+
+
+def test_answers_that_are_to_be_finished_after_a_signal_are_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, fake_engine: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for on_interrupt in ("finish", "drop"):
+        engine = fake_engine(max_running=2)
+        engine.on_step = lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 4 else None
+        monkeypatch.setattr(EngineClient, "create", lambda *args, engine=engine, **_: engine)
+        sets = ["--set", f"output.on_interrupt={on_interrupt}", "--set", "engine.max_num_seqs=2"]
+        assert main(["run", "job.yaml", "-q", "--fresh", *sets]) == 130
+        told = capsys.readouterr().err
+        is_told = "stopping: what is begun is finished first; a second signal ends the run at once" in told
+        assert is_told == (on_interrupt == "finish")
+        assert "interrupted: " in told
 
 
 def test_a_signal_while_loading_ends_it(
@@ -365,7 +386,7 @@ def test_check_prints_a_recipe_with_origins_and_looks_at_the_rows(
     assert main(["check", "job.yaml"]) == 2
     captured = capsys.readouterr()
     assert "10 rows can run, 2 cannot" in captured.out
-    assert "in.jsonl: 1 id given before: id 3 of line 12 was given before, in line 4" in captured.err
+    assert "in.jsonl: id 3 of line 12 was given before, in line 4 (input.duplicate_ids=keep" in captured.err
     assert engines == []
 
 

@@ -109,7 +109,7 @@ def test_killed_at_25_places_and_resumed_the_output_is_that_of_an_unbroken_run(r
         size = sum(len(line) + 1 for line in whole)
         rng = random.Random(seed)
         for offset in [1, size - 1, *(rng.randrange(2, size) for _ in range(11 if order == "input" else 10))]:
-            assert runs.run(kill_at=offset) == -signal.SIGKILL
+            assert runs.run(at_byte=[offset, signal.SIGKILL]) == -signal.SIGKILL
             assert runs.output.stat().st_size == offset
             assert runs.run() == 3
             lines = runs.lines()
@@ -121,11 +121,30 @@ def test_killed_over_and_over(runs: Runs) -> None:
     whole = unbroken(runs)
     size = sum(len(line) + 1 for line in whole)
     for offset in range(size // 7, size, size // 7):
-        assert runs.run(kill_at=offset) == -signal.SIGKILL
+        assert runs.run(at_byte=[offset, signal.SIGKILL]) == -signal.SIGKILL
     assert runs.run() == 3
     assert runs.lines() == whole
     assert runs.run() == 3  # nothing is left to do, and it says so
     assert runs.lines() == whole
+
+
+def test_signalled_at_25_places_and_resumed(runs: Runs) -> None:
+    """SIGTERM comes in the middle of a write; a second signal before that write goes on leaves half a line."""
+    whole = unbroken(runs)
+    size = sum(len(line) + 1 for line in whole)
+    rng = random.Random(3)
+    for number, offset in enumerate(rng.randrange(1, size * 3 // 4) for _ in range(25)):
+        is_twice = number % 3 == 2
+        signals = [signal.SIGINT, signal.SIGTERM] if is_twice else [signal.SIGTERM]
+        sets = ["--set", f"output.on_interrupt={'finish' if number % 2 else 'drop'}"]
+        assert runs.run(*sets, at_byte=[offset, *signals]) == 143
+        if is_twice:
+            assert runs.output.stat().st_size == offset
+        else:
+            assert set(runs.lines()) < set(whole)
+        assert runs.run(*sets) == 3
+        assert runs.lines() == whole
+        runs.remove()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -145,7 +164,8 @@ def test_signalled_and_resumed(runs: Runs, number: int, code: int) -> None:
 def test_a_full_disk_leaves_whole_lines_and_the_run_goes_on_when_there_is_room(runs: Runs) -> None:
     whole = unbroken(runs)
     size = sum(len(line) + 1 for line in whole)
-    for limit in (size // 3, size // 2 + 1):
+    rng = random.Random(4)
+    for limit in sorted(rng.randrange(len(whole[0]) + 1, size) for _ in range(6)):
         assert runs.run(max_bytes=limit) == 2
         assert "writing the output failed: File too large" in runs.told()
         some = runs.lines()
@@ -187,3 +207,4 @@ def test_a_reader_that_leaves_has_whole_lines_and_ends_the_run(runs: Runs) -> No
         assert whole[num_lines].startswith(read[-1])
         assert "Traceback" not in runs.told()
         assert "nobody reads the output any more" in runs.told()
+        assert "was written" not in runs.told()

@@ -44,6 +44,13 @@ def test_the_records_are_those_of_the_command_line(engines: list[Any], tmp_path:
         assert list(specgen.generate(rows, given)) == written
 
 
+def test_requests_of_a_batch_are_answered_in_its_form(engines: list[Any]) -> None:
+    request = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "hi"}}
+    first, second = specgen.generate([request, request], RECIPE | {"input.format": "openai-batch"})
+    assert first["response"]["body"]["choices"][0]["text"] == "hi"
+    assert "custom_id 'a' of line 2 was given before" in second["response"]["body"]["error"]["message"]
+
+
 def test_rows_are_taken_as_they_are_needed_and_records_come_early(engines: list[Any]) -> None:
     taken = 0
 
@@ -62,7 +69,7 @@ def test_rows_are_taken_as_they_are_needed_and_records_come_early(engines: list[
 
 
 def test_what_cannot_be_run_at_all_is_raised(engines: list[Any]) -> None:
-    with pytest.raises(RecipeError, match=r"model\.path is missing"):
+    with pytest.raises(specgen.SpecgenError, match=r"model\.path is missing"):
         list(specgen.generate(["x"], {}))
     with pytest.raises(RecipeError, match=r"did you mean 'sampling\.temperature'"):
         list(specgen.generate(["x"], {"sampling": {"temprature": 1}}))

@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 
-from specgen.errors import InputError
+from specgen.errors import InputError, RowError
 from specgen.job import tables, unpack
-from specgen.job.inputs import GivenRows, Input
+from specgen.job.inputs import MAX_SHOWN, GivenRows, Input, duplicates_error
+from specgen.job.prompts import PromptBuilder
 from specgen.job.readers import BadRow, Row
-from specgen.recipe import InputSection
+from specgen.recipe import InputSection, recipe_from_settings
+from specgen.tokenizer import Tokenizer
 
 ROWS = [{"id": f"r{i}", "prompt": f"täxt {i}", "n": i} for i in range(700)]
 JSONL = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
@@ -68,7 +70,7 @@ def test_all_formats_give_the_same_rows(tmp_path: Path, name: str) -> None:
     assert (scan.rows, scan.duplicates) == (700, [])
 
 
-def test_csv_has_texts_and_exact_lines(tmp_path: Path) -> None:
+def test_csv_has_texts_and_exact_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "in.csv"
     text = io.StringIO()
     writer = csv.writer(text)
@@ -90,6 +92,15 @@ def test_csv_has_texts_and_exact_lines(tmp_path: Path) -> None:
         "the row has 3 cells, the header 2",
         None,
     ]
+    path.write_bytes(b'id,prompt\n1,a\0b\n2,"open\n3,x\n4,y\n')
+    rows = read(path)
+    assert [(row.line, str(row.error)) for row in rows if isinstance(row, BadRow)] == [
+        (2, "the row holds a NUL"),
+        (3, "the row is not CSV: a quote is not closed; lines 3 to 5 are lost to it"),
+    ]
+    monkeypatch.setattr(tables, "_LONGEST_CELL", 10)
+    path.write_bytes(b'prompt\n"open\n' + b"long line\n" * 3 + b"z\n")
+    assert data_of(read(path)) == [None, {"prompt": "long line"}, {"prompt": "long line"}, {"prompt": "z"}]
     path.write_bytes(b"id,id\n1,2\n")
     with pytest.raises(InputError, match="names 'id' twice"):
         read(path)
@@ -104,8 +115,13 @@ def test_a_datasets_folder_and_its_splits(tmp_path: Path) -> None:
     )
     assert data_of(read(tmp_path / "one")) == ROWS[:9]
     assert data_of(read(tmp_path / "several", split="test")) == ROWS[5:9]
-    with pytest.raises(InputError, match=r"cannot be had.*valid"):
+    with pytest.raises(InputError, match=r"no split 'valid' \(it has train, test\)"):
         read(tmp_path / "several", split="valid")
+    with pytest.raises(InputError, match=r"no split 'test'"):
+        read(tmp_path / "one", split="test")
+    for saved in ("one", "several"):
+        with pytest.raises(InputError, match=r"input\.subset has no effect"):
+            read(tmp_path / saved, subset="en")
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="cannot be had"):
         read(tmp_path / "empty")
@@ -126,6 +142,10 @@ def test_a_hub_id_is_no_missing_file(monkeypatch: pytest.MonkeyPatch) -> None:
 
     class Datasets:
         @staticmethod
+        def disable_progress_bars() -> None:
+            pass
+
+        @staticmethod
         def load_dataset(*args: object, **options: object) -> list[dict[str, Any]]:
             asked.append((args, options))
             return ROWS[:3]
@@ -144,6 +164,55 @@ def test_a_table_holds_what_json_holds(tmp_path: Path) -> None:
     assert tables.plain(rows[0]["at"]) == {"b": [1.5]}  # in a table, every struct has every field
 
 
+def test_what_holds_itself_is_its_rows_error() -> None:
+    endless: dict[str, Any] = {"prompt": "x"}
+    endless["self"] = endless
+    first, second = GivenRows([endless, "fine"], InputSection()).rows(unique_ids=True)
+    assert isinstance(first, BadRow)
+    assert (first.error.code, str(first.error)) == ("bad_value", "a value of the row is nested more than 100 deep")
+    assert second.data == {"prompt": "fine"}
+
+
+def test_a_tables_maps_are_objects_and_its_names_differ(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    kind = pyarrow.map_(pyarrow.string(), pyarrow.float64())
+    maps = pyarrow.array([[("top_p", 0.5)], [("top_p", 0.5), ("top_p", 0.6)], None], type=kind)
+    write = pytest.importorskip("pyarrow.parquet").write_table
+    write(pyarrow.table({"sampling": maps}), tmp_path / "in.parquet")
+    rows = read(tmp_path / "in.parquet")
+    assert data_of(rows) == [{"sampling": {"top_p": 0.5}}, None, {"sampling": None}]
+    twice = pyarrow.table([["a"], ["b"]], names=["prompt", "prompt"])
+    write(twice, tmp_path / "in.parquet")
+    with pyarrow.ipc.new_file(tmp_path / "in.arrow", twice.schema) as writer:
+        writer.write_table(twice)
+    for name in ("in.parquet", "in.arrow"):
+        with pytest.raises(InputError, match=f"{name}: the table names 'prompt' twice"):
+            read(tmp_path / name)
+
+
+def test_bytes_are_kept_but_are_no_prompt(tokenizer: Tokenizer) -> None:
+    (row,) = GivenRows([{"prompt": b"Once"}], InputSection()).rows(unique_ids=True)
+    assert json.dumps(row.data) == '{"prompt": "T25jZQ=="}'
+    builder = PromptBuilder(recipe_from_settings(), tokenizer, max_model_len=99, vocab_size=4096)
+    assert isinstance(row, Row)
+    with pytest.raises(RowError, match=r"must be a text or a list of token ids, not bytes \(in base64: 'T25jZQ=='\)"):
+        builder.build(row)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "dataset"])
+def test_what_needs_a_file_is_not_read_from_stdin(kind: str) -> None:
+    with pytest.raises(InputError, match=f"input.format={kind} is read from files, not from stdin"):
+        source_of("-", format=kind)
+
+
+def test_a_long_window_of_zstandard_is_unpacked(tmp_path: Path) -> None:
+    zstandard = pytest.importorskip("zstandard")
+    options = zstandard.ZstdCompressionParameters(window_log=30)
+    packer = zstandard.ZstdCompressor(compression_params=options).compressobj()
+    (tmp_path / "in.jsonl.zst").write_bytes(packer.compress(JSONL) + packer.flush())
+    assert data_of(read(tmp_path / "in.jsonl.zst")) == ROWS
+
+
 def test_a_value_that_cannot_be_read_is_its_rows_error(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     texts = pyarrow.array([b"a", b"\xff", b"c"]).view("string")
@@ -159,7 +228,7 @@ def test_a_dataset_that_breaks_while_it_is_read(tmp_path: Path, monkeypatch: pyt
         yield {"prompt": "a"}
         raise RuntimeError("the shard is gone")
 
-    library = types.SimpleNamespace(load_dataset=lambda *_, **__: broken())
+    library = types.SimpleNamespace(load_dataset=lambda *_, **__: broken(), disable_progress_bars=lambda: None)
     monkeypatch.setattr(tables, "library", lambda *_: library)
     with pytest.raises(InputError, match="cannot be had: the shard is gone"):
         read(tmp_path, format="dataset", streaming=True)
@@ -179,6 +248,15 @@ def test_several_files_are_one_input(tmp_path: Path) -> None:
     assert "of line 1 of" in duplicate and "c.jsonl was given before, in line 1 of" in duplicate
 
 
+def test_ids_that_are_all_the_same_take_no_memory(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"id": 0}\n' * 1000)
+    scan = source_of(tmp_path / "in.jsonl").scan()
+    assert (scan.rows, scan.num_duplicates, len(scan.duplicates)) == (1000, 999, MAX_SHOWN)
+    told = str(duplicates_error(scan.num_duplicates, scan.duplicates, "in"))
+    assert told.startswith("in: id 0 of line 2 was given before, in line 1; ")
+    assert "line 6 was given before, in line 1; and 994 more (" in told
+
+
 def test_a_name_with_a_star_in_it_is_a_name(tmp_path: Path) -> None:
     (tmp_path / "a*.jsonl").write_bytes(JSONL)
     assert len(read(tmp_path / "a*.jsonl")) == 700
@@ -192,13 +270,15 @@ def test_a_name_with_a_star_in_it_is_a_name(tmp_path: Path) -> None:
         ("in.jsonl.zst", b"plain", "compressed input is damaged"),
         ("in.parquet", b"PAR1plain", "not a whole Parquet file"),
         ("in.arrow", b"plain", "not a whole Arrow file"),
-        ("in.jsonl", gzip.compress(JSONL), r"this is a gzip file.*ends in \.gz is unpacked"),
+        ("in.jsonl", gzip.compress(JSONL), r"this is a gzip file.*gzip -dc unpacks it"),
         ("in.jsonl", b"PAR1plain", r"this is a Parquet file.*input\.format=parquet"),
         ("in.json", b'[{"prompt": "a"}, {"prompt": "b"}]', "array of objects.*jq -c"),
         ("in.json", b'\xef\xbb\xbf[\r\n  {"prompt": "a"}\r\n]\r\n', "JSON over several lines"),
         ("in.json", b'{\n  "prompt": "a"\n}\n', "JSON over several lines"),
         ("in.tsv", b"id\tprompt\n1\ta\n", r"\.tsv files are not read.*input\.format"),
         ("in.jsonl.xz", b"packed", r"\.xz files are not read"),
+        ("in.csv", b"PAR1plain\n", r"this is a Parquet file and is read as CSV"),
+        ("in.csv", "id,prompt\n1,a\n".encode("utf-16"), "this is a UTF-16 file and is read as CSV"),
         ("in.csv", b"id;prompt\n1;a\n", "header is one cell, 'id;prompt'.*separated by commas"),
         ("in.csv", b'"id"x,prompt\n1,a\n', "header cannot be read"),
         ("in.csv", "id,frage\xe4\n1,a\n".encode("latin-1"), "header is not UTF-8"),
@@ -229,6 +309,10 @@ def test_a_packed_file_that_is_cut_off_is_damaged(tmp_path: Path) -> None:
 def test_missing_files_folders_and_libraries(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such input file"):
         source_of(tmp_path / "missing")
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "missing")
+    for name in ("link.jsonl", "li*"):
+        with pytest.raises(InputError, match=r"link.jsonl: there is no such input file: this is a link to nothing"):
+            source_of(tmp_path / name)
     (tmp_path / "folder").mkdir()
     with pytest.raises(InputError, match="a folder among files"):
         source_of(tmp_path / "fold*")
@@ -262,6 +346,19 @@ def test_rows_that_are_given(tmp_path: Path) -> None:
     for one in ("text", {"prompt": "text"}):
         with pytest.raises(InputError, match=r"must be several.*\[row\] is one"):
             GivenRows(one, InputSection())  # type: ignore[arg-type]
+    for nothing in (None, Path("in.jsonl")):
+        with pytest.raises(InputError, match="must be several"):
+            GivenRows(nothing, InputSection())  # type: ignore[arg-type]
+
+
+def test_a_table_of_columns_is_not_taken_for_rows() -> None:
+    """Iterating over it gives the names of its columns, which are texts."""
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame({"id": [1, 2], "prompt": ["a", "b"]})
+    with pytest.raises(InputError, match=r"not the columns of a DataFrame \(pandas has \.to_dict\('records'\)"):
+        GivenRows(table, InputSection())
+    rows = GivenRows(table.to_dict("records"), InputSection()).rows(unique_ids=True)
+    assert data_of(list(rows)) == [{"id": 1, "prompt": "a"}, {"id": 2, "prompt": "b"}]
 
 
 @pytest.mark.parametrize("name", ["in.jsonl", "in.jsonl.gz", "in.csv", "in.parquet"])
@@ -270,7 +367,9 @@ def test_reading_takes_no_memory_for_rows(tmp_path: Path, name: str) -> None:
     if name == "in.parquet":
         pyarrow = pytest.importorskip("pyarrow")
         table = pyarrow.Table.from_pylist([{"prompt": f"{i}{pad}"} for i in range(5000)])
-        pytest.importorskip("pyarrow.parquet").write_table(table, path, row_group_size=500)
+        write = pytest.importorskip("pyarrow.parquet").write_table
+        write(table, path, compression="none", use_dictionary=False)  # one row group of 10 MB
+        del table
     elif name == "in.csv":
         path.write_text("prompt\n" + "".join(f"{i}{pad}\n" for i in range(5000)))
     else:
@@ -278,11 +377,13 @@ def test_reading_takes_no_memory_for_rows(tmp_path: Path, name: str) -> None:
         path.write_bytes(gzip.compress(lines, 1) if name.endswith("gz") else lines)
     rows = iter(source_of(path).rows(unique_ids=False))
     next(rows)  # imports are not rows
+    allocated = pyarrow.total_allocated_bytes if name == "in.parquet" else int  # tracemalloc does not see these
     tracemalloc.start()
     try:
-        count = sum(1 for _ in rows)
+        of_arrow = [allocated() for _ in rows]
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert count == 4999
+    assert len(of_arrow) == 4999
     assert peak < 4e6
+    assert max(of_arrow) < 6e6

@@ -296,8 +296,32 @@ def test_what_runs_may_be_finished_after_a_stop(workplace: Any, fake_engine: Any
     workplace.write(rows_of(100))
     stop = threading.Event()
     engine = fake_engine()
-    engine.on_step = lambda step: stop.set() if step == 60 else None
+    at_stop: list[int] = []
+
+    def stop_it(step: int) -> None:
+        if step == 60:
+            stop.set()
+            at_stop.extend((engine.num_running, engine.num_waiting))
+
+    engine.on_step = stop_it
     stats = workplace.run(engine, "engine.max_num_seqs=4", "output.on_interrupt=finish", stop=stop)
     assert stats.interrupted
-    assert engine.aborted == []
-    assert stats.rows == len(workplace.records()) == len(engine.requests) < 100
+    num_running, num_waiting = at_stop  # whoever waits in the engine is not begun
+    assert num_waiting <= len(engine.aborted) <= num_waiting + num_running
+    assert stats.rows == len(workplace.records()) == len(engine.requests) - len(engine.aborted) < 100
+    assert max(engine.aborted) == len(engine.requests) - 1
+
+
+def test_a_row_with_one_line_for_all_samples_is_finished_whole(workplace: Any, fake_engine: Any) -> None:
+    body = {"model": "m", "prompt": "a long story about a dog", "n": 5}
+    requests = [{"custom_id": f"c{i}", "method": "POST", "url": "/v1/completions", "body": body} for i in range(20)]
+    workplace.write(requests)
+    stop = threading.Event()
+    engine = fake_engine(max_running=3)
+    engine.on_step = lambda step: stop.set() if step == 5 else None
+    workplace.run(engine, "engine.max_num_seqs=3", "output.on_interrupt=finish", stop=stop)
+    assert engine.aborted
+    records = workplace.records()
+    assert records
+    assert all(len(record["response"]["body"]["choices"]) == 5 for record in records)
+    assert len(engine.requests) - len(engine.aborted) == 5 * len(records)

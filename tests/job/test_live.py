@@ -18,7 +18,7 @@ def progress(rows: int, seconds: float, tokens: int, finished: int) -> Progress:
     spec = SpecStats()
     for _ in range(10):
         spec.observe(3, 1, 2)
-    return Progress(rows, rows, 2, tokens, finished, 4, 3, seconds, spec, 0.25)
+    return Progress(rows, rows, 2, tokens, finished, 4, 3, seconds, spec, 0.25, {"bad_json": 2})
 
 
 @pytest.fixture
@@ -44,6 +44,7 @@ def test_json_lines(session: Any, at_once: None, capsys: pytest.CaptureFixture[s
     assert last == second | {"event": "end"}
     assert first["eta_seconds"] is None
     assert (second["rows"], second["rows_total"], second["failed"]) == (4, 10, 2)
+    assert second["error_codes"] == {"bad_json": 2}
     assert (second["tokens_per_second"], second["tokens_per_second_mean"]) == (100.0, 75.0)
     # six rows of at most 30 tokens, 70 of which are there
     assert second["eta_seconds"] == (6 * 30 - 70) / 100
@@ -68,7 +69,10 @@ def test_lines_and_silence(session: Any, at_once: None, capsys: pytest.CaptureFi
         with ProgressView(Console(), mode, session) as view:
             view.update(progress(4, 2.0, 150, 80))
         told = capsys.readouterr().err
-        assert told == "rows done: 4 of 10, 75 tokens/s, 2.00 tokens/step, 4 running, 3 waiting, 0:01 left, 2 failed\n"
+        assert told == (
+            "rows done: 4 of 10, 75 tokens/s, 2.00 tokens/step, 4 running, 3 waiting, 0:01 left,"
+            " 2 failed (bad_json × 2)\n"
+        )
     for console, mode in ((Console(quiet=True), "auto"), (Console(), "none")):
         with ProgressView(console, mode, session) as view:
             view.update(progress(4, 2.0, 150, 80))
@@ -86,7 +90,7 @@ def test_a_terminal_has_a_live_view(session: Any, at_once: None, monkeypatch: py
     told = screen.getvalue()
     for part in (
         "4 of 10",
-        "2 failed",
+        "2 failed (bad_json × 2)",
         "75 now",
         "75 mean, 150 in all",
         "4 running, 3 waiting",

@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +113,8 @@ def test_what_is_no_request(change: dict[str, Any], part: str) -> None:
         ({"max_tokens": 3, "max_completion_tokens": 4}, "differ"),
         ({"logprobs": 3}, "logprobs must be true or false"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs must be"),
+        ({"top_logprobs": 2}, "top_logprobs goes with logprobs = true"),
+        ({"logprobs": False, "top_logprobs": 2}, "top_logprobs goes with logprobs = true"),
         ({"prompt_logprobs": 1}, "unsupported parameter 'prompt_logprobs'"),
         ({"model": None}, "body.model must be a text"),
         ({"messages": "hi"}, "body.messages must be a list"),
@@ -119,6 +123,31 @@ def test_what_is_no_request(change: dict[str, Any], part: str) -> None:
 def test_what_is_not_supported_is_refused_by_name(body: dict[str, Any], part: str) -> None:
     with pytest.raises(RowError, match=part):
         request_of(chat("a", **body))
+
+
+def test_a_completion_has_no_top_logprobs() -> None:
+    with pytest.raises(RowError, match=r"unsupported parameter 'top_logprobs' .did you mean 'logprobs'"):
+        request_of(completion("a", top_logprobs=2))
+
+
+def test_a_parameter_beside_the_body_is_not_ignored(workplace: Any, fake_engine: Any, sets: list[str]) -> None:
+    rows = [completion("a") | {"temperature": 0}, completion("b") | {"sampling": {}}, completion("c") | {"note": 1}]
+    workplace.write(rows)
+    workplace.run(fake_engine(), *sets)
+    bodies = [record["response"]["body"] for record in workplace.records()]
+    assert [body.get("error", {}).get("code") for body in bodies] == ["bad_sampling", "bad_sampling", None]
+    assert "column 'temperature' looks like the parameter 'temperature', which goes under 'body'" in str(bodies[0])
+    workplace.write(rows)
+    assert workplace.run(fake_engine(), *sets, "input.keep=[temperature, sampling]").failed == 0
+
+
+def test_a_prompt_that_was_cut_says_so(workplace: Any, fake_engine: Any, sets: list[str]) -> None:
+    workplace.write([completion("a", prompt=[5] * 40), completion("b", prompt=[5] * 4)])
+    workplace.run(fake_engine(), *sets, "input.truncate=left", "input.max_prompt_tokens=10")
+    cut, whole = (record["response"]["body"] for record in workplace.records())
+    assert (cut["prompt_truncated_from"], cut["usage"]["prompt_tokens"]) == (40, 10)
+    assert "prompt_truncated_from" not in whole
+    read_by_the_official_client(workplace.output)
 
 
 def test_several_prompts_are_refused_and_one_in_a_list_is_one() -> None:
@@ -209,6 +238,35 @@ def test_the_official_clients_types_read_every_answer(workplace: Any, fake_engin
         "ErrorObject",
         "BatchError",
     ]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("openai") is None, reason="needs the openai package")
+def test_a_real_run_is_read_by_the_official_client(workplace: Any, sets: list[str], tmp_path: Path) -> None:
+    rows = [
+        chat("a", n=2, logprobs=True, top_logprobs=3, max_completion_tokens=4, max_tokens=None),
+        completion("b", logprobs=2, max_tokens=4, stop="."),
+        completion("c", prompt=[[5, 6, 7]], max_tokens=4),
+        chat("d", messages=[{"role": "user", "content": "word " * 3000}]),
+        "broken",
+    ]
+    workplace.write(rows)
+    settings = {"model.device": "cpu", "output.path": str(workplace.output), "input.path": str(workplace.input)}
+    sets = [*sets, "model.path=stories-7m", *(f"{name}={value}" for name, value in settings.items())]
+    recipe = tmp_path / "job.yaml"
+    recipe.write_text("sampling: {seed: 7}\n")
+    command = [sys.executable, "-P", "-c", "import sys; from specgen.cli.main import main; sys.exit(main())"]
+    command += ["run", str(recipe), *(part for one in sets for part in ("--set", one))]
+    done = subprocess.run(command, capture_output=True, timeout=120, check=False)
+    assert done.returncode == 3, done.stderr.decode()
+    kinds = ["ChatCompletion", "Completion", "Completion", "ErrorObject", "BatchError"]
+    assert read_by_the_official_client(workplace.output) == kinds
+    first, second, third, *_ = (record["response"] for record in workplace.records())
+    for response in (first, second, third):
+        usage = response["body"]["usage"]
+        assert usage["completion_tokens"] <= 4 * len(response["body"]["choices"])
+    content = first["body"]["choices"][1]["logprobs"]["content"]
+    assert [len(entry["top_logprobs"]) for entry in content] == [3] * len(content)
+    assert len(second["body"]["choices"][0]["logprobs"]["tokens"]) == second["body"]["usage"]["completion_tokens"]
 
 
 def read_by_the_official_client(path: Path) -> list[str]:

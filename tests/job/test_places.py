@@ -9,11 +9,13 @@ from specgen.errors import InputError
 from specgen.job.places import check_output, check_replaceable, files_beside, move_aside, recipe_beside
 
 
-def test_the_input_is_never_the_output(tmp_path: Path) -> None:
+def test_the_input_is_never_the_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "rows"
     path.write_text("rows")
     (tmp_path / "link").symlink_to(path)
-    for name in (str(path), str(tmp_path / "link"), f"{tmp_path}/../{tmp_path.name}/rows"):
+    (tmp_path / "hard").hardlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    for name in (str(path), "rows", str(tmp_path / "link"), "hard", f"{tmp_path}/../{tmp_path.name}/rows"):
         with pytest.raises(InputError, match="is the input"):
             check_output(name, inputs=[str(path)])
     check_output("-", inputs=["-"])
@@ -56,12 +58,12 @@ def test_what_is_beside_is_never_an_input(tmp_path: Path) -> None:
 def test_old_files_are_moved_aside_one_after_the_other(tmp_path: Path) -> None:
     path, beside = tmp_path / "out", tmp_path / "out.manifest.json"
     names = [str(path), str(beside)]
-    move_aside(names)
+    assert move_aside(names) is None
     for number, content in (("", "a"), ("2", "b"), ("3", "c")):
         path.write_text(content)
         if number != "2":
             beside.write_text(content)
-        move_aside(names)
+        assert move_aside(names) == f".old{number}"
         assert Path(f"{path}.old{number}").read_text() == content
         assert not path.exists()
     assert Path(f"{beside}.old").read_text() == "a"

@@ -43,11 +43,11 @@ def test_text_and_ids(builder: PromptBuilder, tokenizer: Tokenizer) -> None:
         ({"promt": "x"}, "missing_prompt", "did you mean 'promt'?"),
         ({"prompt": ""}, "empty_prompt", "prompt is empty"),
         ({"prompt": []}, "empty_prompt", "prompt is empty"),
-        ({"prompt": None}, "bad_prompt", "not None"),
+        ({"prompt": None}, "empty_prompt", "prompt is null, or an empty cell"),
         ({"prompt": 3}, "bad_prompt", "not 3"),
         ({"prompt": {"a": 1}}, "bad_prompt", "must be a text or a list of token ids"),
         ({"prompt": [1, "a"]}, "bad_prompt", "not 'a'"),
-        ({"prompt": [True]}, "bad_prompt", "not True"),
+        ({"prompt": [True]}, "bad_prompt", "not true"),
         ({"prompt": [1.0]}, "bad_prompt", "not 1.0"),
         ({"prompt": [4096]}, "bad_token_id", "0 to 4095"),
         ({"prompt": [-1]}, "bad_token_id", "token id -1"),
@@ -56,12 +56,13 @@ def test_text_and_ids(builder: PromptBuilder, tokenizer: Tokenizer) -> None:
         ({"prompt": "x", "sampling": 3}, "bad_sampling", "must be an object"),
         ({"prompt": "x", "sampling": {"temprature": 1}}, "bad_sampling", "did you mean 'temperature'?"),
         ({"prompt": "x", "sampling": {"top_p": 2}}, "bad_sampling", "top_p must be"),
+        ({"prompt": "x", "sampling": {"stop": ["a\ud800"]}}, "bad_sampling", "half of a surrogate pair is no text"),
         ({"prompt": "x", "sampling": {"stop_token_ids": [9999]}}, "bad_token_id", "sampling.stop_token_ids"),
         ({"prompt": "x", "sampling": {"logit_bias": {"9999": 1}}}, "bad_token_id", "sampling.logit_bias"),
         ({"prompt": "x", "sampling": {"allowed_token_ids": [9999]}}, "bad_token_id", "sampling.allowed_token_ids"),
         ({"prompt": "x", "sampling": {"bad_words_ids": [[1, 9999]]}}, "bad_token_id", "sampling.bad_words_ids"),
         ({"prompt": "x", "temprature": 1}, "bad_sampling", "'temperature'"),
-        ({"prompt": "x", "temperature": 1}, "bad_sampling", 'goes under "sampling"'),
+        ({"prompt": "x", "temperature": 1}, "bad_sampling", "which goes under 'sampling'"),
         ({"prompt": "x", "maxTokens": 1}, "bad_sampling", "'max_tokens'"),
         ({"prompt": "x", "topk": 1}, "bad_sampling", "'top_k'"),
         ({"prompt": "x", "sampling_params": {}}, "bad_sampling", "'sampling'"),
@@ -199,12 +200,20 @@ def test_a_limit_of_the_recipes_is_an_error_without_truncation(tokenizer: Tokeni
 
 def test_ids_that_may_repeat_are_rows_of_their_own(tokenizer: Tokenizer) -> None:
     builder = make(tokenizer, "input.duplicate_ids=keep")
-    built = [build(builder, {"prompt": "x", "id": name}).seed for name in ("a", "a", "b", "a")]
-    assert len(set(built)) == 4
+    built = [build(builder, {"prompt": "x", "id": name}).seed for name in ("a", "a", "b", "a", "a:1", "again:1:a")]
+    assert len(set(built)) == 6
     assert built[0] == seeds.row_seed(7, seeds.row_key_of_id("a"))
 
 
 def test_a_tables_cell_may_hold_the_overrides_as_json(builder: PromptBuilder) -> None:
     assert build(builder, {"prompt": "x", "sampling": '{"max_tokens": 3}'}).params.max_tokens == 3
-    with pytest.raises(RowError, match="must be an object"):
-        build(builder, {"prompt": "x", "sampling": "{broken"})
+    for cell, part in (
+        ("{broken", "sampling is not JSON: Expecting property name enclosed in double quotes at column 2"),
+        ('{"top_k": 1, "top_k": 2}', "sampling is not usable JSON: key 'top_k' is given twice"),
+        ('{"top_p": NaN}', "NaN is not JSON"),
+        ('{"a":' * 100_000, "nested more than 100 deep"),
+        ("[1]", "sampling must be an object"),
+    ):
+        with pytest.raises(RowError, match=part) as caught:
+            build(builder, {"prompt": "x", "sampling": cell})
+        assert caught.value.code == "bad_sampling"

@@ -37,6 +37,7 @@ GOOD = b'{"id": "g", "prompt": "x"}\n'
         (b'{"prompt": "x", "prompt": "y"}', "bad_json"),
         (b'{"prompt": "x", "deep": {"a": 1, "a": 2}}', "bad_json"),
         (b"[" * 100_000, "bad_json"),
+        (b'{"prompt": "x", "deep": ' + b"[" * 101 + b"]" * 101 + b"}", "bad_json"),
         (b'{"prompt": "\xff"}', "bad_utf8"),
         (b'{"prompt": "\xc3"}', "bad_utf8"),
         (b'["prompt"]', "not_an_object"),
@@ -63,6 +64,27 @@ def test_the_column_of_broken_json_is_that_of_the_line() -> None:
         (row,) = read(b'{"prompt": "x"' + end)
         assert isinstance(row, BadRow)
         assert row.error.message.endswith("at column 15")
+    (row,) = read(b'{"prompt": "a\0b"}')
+    assert isinstance(row, BadRow)
+    assert row.error.message == "the line is not JSON: Invalid control character at column 14"
+
+
+def test_what_is_not_nested_too_deep_is_read_however_many_there_are() -> None:
+    (row,) = read(b'{"wide": ' + b"[" + b"[]," * 500 + b"[]]" + b', "deep": ' + b"[" * 99 + b"]" * 99 + b"}")
+    assert isinstance(row, Row)
+
+
+def test_a_list_of_objects_on_one_line_is_known_by_its_beginning() -> None:
+    stream = io.BytesIO(b'[{"prompt": "a"}, ' + b" " * 1_000_000 + b"]")
+    with pytest.raises(InputError, match="an array of objects"):
+        list(reader(stream))
+    assert stream.tell() < 100_000
+
+
+def test_a_long_first_line_is_whole() -> None:
+    (row,) = read(b'\xef\xbb\xbf{"prompt": "' + b"x" * 200_000 + b'"}')
+    assert isinstance(row, Row)
+    assert len(row.data["prompt"]) == 200_000
 
 
 def test_bom_crlf_blank_lines_and_a_missing_last_newline() -> None:

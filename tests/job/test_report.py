@@ -1,5 +1,6 @@
 """The report: figures that add up, and a page that shows them, needs nothing else and runs nothing."""
 
+import html
 import html.parser
 import json
 import re
@@ -52,14 +53,27 @@ def test_the_figures_are_those_of_the_lines(workplace: Any, output: Path) -> Non
         assert one["accepted"] == accepted
         assert one["rate"] == round(accepted / one["drafted"], 4)
     assert sum(report["finish_reasons"].values()) == 60
-    for name in ("prompt_lengths", "answer_lengths"):
-        assert sum(one["count"] for one in report[name]) == len(done)
+    ok_tokens = [record["usage"]["completion_tokens"] for record in done]
+    assert report["totals"]["mean_tokens"] == round(sum(ok_tokens) / len(done), 2)  # those that failed have none
+    for name, kind in (("prompt_lengths", "prompt_tokens"), ("answer_lengths", "completion_tokens")):
+        lengths = sorted(record["usage"][kind] for record in done)
+        found = report[name]
+        assert [one["count"] for one in found["bins"]] == [
+            sum(one["from"] <= length <= one["to"] for length in lengths) for one in found["bins"]
+        ]
+        assert (found["bins"][0]["from"], found["bins"][-1]["to"], found["most"]) == (
+            lengths[0],
+            lengths[-1],
+            lengths[-1],
+        )
+        assert (found["median"], found["p90"]) == tuple(lengths[-(-len(lengths) * n // 10) - 1] for n in (5, 9))
     slices = {one["value"]: one for one in report["slices"]["genre"]}
     assert set(slices) == {"a", "b", '{"c": 1}', EVIL}
     assert sum(one["answers"] for one in slices.values()) == 59  # the broken row has no columns
     steps = [one["steps"] for one in report["most_steps"]]
-    assert steps == sorted((record["spec"]["steps"] for record in done), reverse=True)[:20]
-    assert report["failures"][0]["error"]["line"] == 8
+    assert steps == sorted((record["spec"]["steps"] for record in done), reverse=True)[:10]
+    failures = {record["index"]: record["error"] for record in records if record["error"] is not None}
+    assert {one["index"]: one["error"] for one in report["failures"]} == failures
     assert report["manifest"]["lines"] == 60
     with pytest.raises(InputError, match="no row has a column 'nothing'"):
         make_report(str(output), by=["nothing"])
@@ -75,6 +89,7 @@ def test_time_is_that_of_all_runs(workplace: Any, output: Path) -> None:
     assert [one["seconds"] for one in points] == [10.0, 20.0, 30.0, 40.0]
     assert [one["tokens_per_second"] for one in points] == [10.0, 30.0] * 2
     assert [one["acceptance_rate"] for one in points] == [0.5, None] * 2
+    assert [one["run"] for one in points] == [1, 1, 2, 2]
     assert "Tokens a second, over time" in report_page(make_report(str(output)))
 
 
@@ -83,8 +98,50 @@ def test_torn_and_foreign_lines_are_counted(output: Path) -> None:
         stream.write('{"foreign": 1}\n[]\n{"torn')
     assert make_report(str(output))["unreadable_lines"] == 3
     output.write_text("\n")
+    Path(f"{output}.manifest.json").unlink()
     with pytest.raises(InputError, match="no answers in it"):
         make_report(str(output))
+
+
+def test_failures_of_every_code_are_shown(workplace: Any, fake_engine: Any) -> None:
+    workplace.write([*["broken"] * 200, {"prompt": ""}])
+    workplace.run(fake_engine())
+    report = make_report(str(workplace.output))
+    assert report["error_codes"] == {"bad_json": 200, "empty_prompt": 1}
+    assert [one["error"]["code"] for one in report["failures"]] == ["bad_json"] * 5 + ["empty_prompt"]
+    assert (report["totals"]["mean_tokens"], report["answer_lengths"], report["most_steps"]) == (None, None, [])
+    page = report_page(report)
+    for part in ("the first of each code, 6 of 201", "200 (99.5%)", "index 200", ">–<"):
+        assert part in page
+
+
+def test_an_output_without_answers_still_says_what_made_it(workplace: Any, fake_engine: Any) -> None:
+    workplace.write([{"prompt": "a story"}])
+    session = workplace.session()
+    session.target.open().close()
+    session.target.begin(session.recipe, {}, {"device": "fake"})
+    session.close()
+    assert main(["report", str(workplace.output), "--by", "genre"]) == 0
+    page = Path(f"{workplace.output}.html").read_text()
+    for part in ("not complete", "sampling.seed", "Runs that made it", "not told"):
+        assert part in page
+
+
+def test_the_commonest_values_of_a_column_are_shown_and_the_others_together(
+    workplace: Any, fake_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = [*range(30), *["often"] * 3, *["more often"] * 4, *range(30, 60)]
+    workplace.write([{"prompt": "a story", "x": value} for value in values])
+    workplace.run(fake_engine())
+    for most in (10_000, 40):
+        monkeypatch.setattr("specgen.job.tally._MOST_VALUES", most)
+        rows = make_report(str(workplace.output), by=["x"])["slices"]["x"]
+        assert [(one["value"], one["answers"]) for one in rows[:2]] == [("more often", 4), ("often", 3)]
+        assert (len(rows), rows[-1]["value"]) == (41, None)
+        assert sum(one["answers"] for one in rows) == len(values)
+        assert sum(one["mean_tokens"] * one["answers"] for one in rows) == pytest.approx(
+            sum(record["usage"]["completion_tokens"] for record in workplace.records())
+        )
 
 
 def test_a_batchs_answers_have_a_report_too(workplace: Any, fake_engine: Any) -> None:
@@ -97,6 +154,11 @@ def test_a_batchs_answers_have_a_report_too(workplace: Any, fake_engine: Any) ->
     workplace.run(fake_engine())
     report = make_report(str(workplace.output))
     assert report["totals"]["answers"] == 9
+    bodies = [response["body"] for line in workplace.records() if (response := line["response"])["status_code"] == 200]
+    assert report["totals"]["completion_tokens"] == sum(body["usage"]["completion_tokens"] for body in bodies)
+    assert report["totals"]["cached_tokens"] == 2 * 8
+    spec = report["manifest"]["sessions"][0]["statistics"]["spec"]  # the lines have none
+    assert [one["accepted"] for one in report["acceptance_per_pos"]] == spec["accepted_per_pos"]
     assert report["error_codes"] == {"bad_sampling": 1}
     assert "c3" in report_page(report)
 
@@ -136,7 +198,8 @@ def check_page(page: str, report: dict[str, Any]) -> None:
     for one in report["acceptance_per_pos"]:
         assert f"{one['rate']:.1%} ({one['accepted']:,} of {one['drafted']:,})" in parsed.text
     for shown in (
-        *report["finish_reasons"],
+        "length",
+        'stop by "<eos>"',
         *report["error_codes"],
         report["most_steps"][0]["id"],
         EVIL,
@@ -150,31 +213,47 @@ def test_the_page_shows_it_all_and_nothing_runs(output: Path) -> None:
     check_page(report_page(report), report)
 
 
-@pytest.mark.skipif(
-    shutil.which("chromium-headless-shell") is None and shutil.which("chromium") is None, reason="needs Chromium"
-)
+BROWSER = shutil.which("chromium-headless-shell") or shutil.which("chromium")
+# Puts the page into a frame of a width and writes down what does not fit.
+LOOK = """<!doctype html><iframe id="frame" style="width: %dpx; height: 2000px; border: 0" src="%s"></iframe><pre></pre>
+<script>
+frame.onload = () => {
+  const page = frame.contentDocument, all = (what) => [...page.querySelectorAll(what)];
+  const is_cut = (one) => one.scrollWidth > one.clientWidth + 1 || one.scrollHeight > one.clientHeight + 1;
+  document.querySelector("pre").textContent = JSON.stringify({
+    beyond: page.documentElement.scrollWidth - page.documentElement.clientWidth,
+    tallest: Math.max(...all("tr").map((one) => one.offsetHeight)),
+    cut: all(".card, h1, h2, .bars, .chart, p").filter(is_cut).map((one) => one.textContent),
+    empty: all("section, .plot, svg, .track").filter((one) => !one.clientWidth || !one.clientHeight).length,
+  });
+};
+</script>"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
 def test_chromium_shows_the_page(output: Path, tmp_path: Path) -> None:
     assert main(["report", str(output), "--by", "genre"]) == 0
     page = Path(f"{output}.html")
-    browser = shutil.which("chromium-headless-shell") or "chromium"
-    options = [
-        "--no-sandbox",
-        "--disable-gpu",
-        "--host-resolver-rules=MAP * ~NOTFOUND",
-        f"--user-data-dir={tmp_path}/b",
-    ]
-    dom = subprocess.run(
-        [browser, *options, "--headless", "--dump-dom", page.as_uri()], capture_output=True, timeout=60, check=True
-    ).stdout.decode()
+
+    def browse(address: Path, *more: str) -> str:
+        options = ["--no-sandbox", "--disable-gpu", "--headless", "--host-resolver-rules=MAP * ~NOTFOUND"]
+        options += [f"--user-data-dir={tmp_path}/b", "--allow-file-access-from-files", *more]
+        command = [str(BROWSER), *options, address.as_uri()]
+        return subprocess.run(command, capture_output=True, timeout=60, check=True).stdout.decode()
+
+    dom = browse(page, "--dump-dom")
     check_page(dom, make_report(str(output), by=["genre"]))
     assert f"<title>{output}</title>" in dom
+    for width in (360, 1280):
+        look = tmp_path / f"look{width}.html"
+        look.write_text(LOOK % (width, page.as_uri()))
+        found = re.search("<pre>(.*)</pre>", browse(look, "--dump-dom"))
+        assert found is not None
+        seen = json.loads(html.unescape(found[1]))
+        assert (seen["beyond"], seen["cut"], seen["empty"]) == (0, [], 0), width
+        assert 10 < seen["tallest"] < 300  # a text squeezed to a letter a line is taller
     picture = tmp_path / "page.png"
-    subprocess.run(
-        [browser, *options, "--headless", "--window-size=1000,1500", f"--screenshot={picture}", page.as_uri()],
-        capture_output=True,
-        timeout=60,
-        check=True,
-    )
+    browse(page, "--window-size=1000,1500", f"--screenshot={picture}")
     assert picture.stat().st_size > 30_000  # an empty page is some kilobytes
 
 

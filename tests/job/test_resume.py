@@ -224,8 +224,49 @@ def test_a_change_of_speed_goes_on_and_is_told(workplace: Any, fake_engine: Any)
     session = workplace.session(*sets, fresh=False)
     assert session.notes[0].endswith("speculation.num_tokens was 3 and is 1")
     assert len(session.notes) == 3
+    path = Path(f"{workplace.output}.manifest.json")
+    before = path.read_text()
     session.run(fake_engine())
     assert len(workplace.records()) == 5
+    content = json.loads(path.read_text())
+    assert content["recipe"]["speculation.num_tokens"]["value"] == 1
+    assert [len(one["changed"]) for one in content["sessions"]] == [0, 3]
+    assert content["sessions"][0] == json.loads(before)["sessions"][0]
+
+
+def test_a_command_that_finds_nothing_to_do_leaves_the_manifest_as_it_is(workplace: Any, fake_engine: Any) -> None:
+    workplace.write(rows_of(3))
+    workplace.run(fake_engine())
+    path = Path(f"{workplace.output}.manifest.json")
+    content = json.loads(path.read_text())
+    content["sessions"][0]["ended"] = "2001-02-03T04:05:06Z"
+    path.write_text(json.dumps(content))
+    workplace.session("speculation.num_tokens=1", fresh=False).finish()
+    assert json.loads(path.read_text()) == content
+    path.write_text(json.dumps(content | {"complete": False, "lines": 0}))  # killed before its last words
+    workplace.session(fresh=False).finish()
+    assert json.loads(path.read_text()) == content
+
+
+def test_the_manifest_is_told_on_the_way_how_far_a_run_is(
+    workplace: Any, fake_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specgen.job.session._NOTE_SECONDS", 0.0)
+    workplace.write(rows_of(40))
+    path = Path(f"{workplace.output}.manifest.json")
+    seen: list[tuple[dict[str, Any], int]] = []
+    engine = fake_engine()
+    engine.on_step = lambda step: seen.append(
+        (json.loads(path.read_text()), workplace.output.read_bytes().count(b"\n"))
+    )
+    workplace.run(engine)
+    content, num_lines = seen[-1]
+    assert 0 < content["lines"] == num_lines < 40
+    assert (content["complete"], content["rows"]) == (False, None)
+    session = content["sessions"][0]
+    assert "ended" not in session
+    assert session["statistics"]["samples"] == session["series"][-1][1] >= num_lines  # some wait for earlier ones
+    assert session["statistics"]["wall_seconds"] > 0
 
 
 def test_a_drawn_seed_is_kept(workplace: Any, fake_engine: Any) -> None:
@@ -302,6 +343,23 @@ def test_of_two_runs_begun_together_the_later_one_adds_nothing(workplace: Any, f
         other.run(fake_engine())
     assert workplace.output.read_bytes() == whole
     assert not list(workplace.folder.glob("*.old"))
+
+
+def test_a_run_that_comes_between_reading_and_writing_is_noticed(
+    workplace: Any, fake_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workplace.write(rows_of(3))
+    workplace.run(fake_engine())
+    close = FileSink.close
+
+    def close_and_let_another_write(sink: FileSink) -> None:
+        close(sink)
+        with open(workplace.output, "ab") as stream:
+            stream.write(b"another's\n")
+
+    monkeypatch.setattr(FileSink, "close", close_and_let_another_write)
+    with pytest.raises(InputError, match="another run has written this output meanwhile"):
+        workplace.session(fresh=False)
 
 
 def test_a_file_that_was_replaced_is_not_written_to(workplace: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specgen.errors import RecipeError, RowError
-from specgen.job.contents import checked_messages
+from specgen.job.contents import Base64, checked_messages
 from specgen.job.prompts import PromptBuilder, chat_template_of
 from specgen.job.readers import Row
 from specgen.job.templates import ChatTemplate, ColumnTemplate
@@ -105,10 +105,13 @@ def test_where_a_template_comes_from(tmp_path: Path) -> None:
     assert find() == "one"
     (tmp_path / "chat_template.jinja").write_text("own file")
     assert find() == "own file"
-    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "mine").write_bytes(b"\xef\xbb\xbfmine")
     assert find(str(tmp_path / "mine")) == "mine"
-    with pytest.raises(RecipeError, match="cannot be read"):
+    with pytest.raises(RecipeError, match=r"missing: the chat template cannot be read: No such file or directory$"):
         find(str(tmp_path / "missing"))
+    (tmp_path / "mine").write_bytes(b"\xff")
+    with pytest.raises(RecipeError, match="mine: the chat template cannot be read: it is not UTF-8"):
+        find(str(tmp_path / "mine"))
     (tmp_path / "mine").write_text("{% for %}")
     with pytest.raises(RecipeError, match=r"mine: the chat template is broken: .* \(line 1\)"):
         find(str(tmp_path / "mine"))
@@ -119,9 +122,11 @@ def test_where_a_template_comes_from(tmp_path: Path) -> None:
     [
         ("text", "bad_messages", "must be a list of messages"),
         ([], "empty_prompt", "is empty"),
+        (None, "empty_prompt", "m is null, or an empty cell"),
+        ([{"role": "user", "content": Base64("YQ==")}], "bad_messages", r"content must be a text, not bytes"),
         (["x"], "bad_messages", r"m\[0\] must be an object"),
         ([{"content": "x"}], "bad_messages", r"m\[0\].role must be a text"),
-        ([{"role": "user"}], "bad_messages", r"m\[0\].content must be a text, not None"),
+        ([{"role": "user"}], "bad_messages", r"m\[0\].content must be a text, not null"),
         ([CHAT[0], {"role": "user", "content": 5}], "bad_messages", r"m\[1\].content"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
@@ -186,6 +191,8 @@ def test_a_template_over_columns(tokenizer: Tokenizer) -> None:
     assert column.render({"question": "why?", "hint": None}) == "Q: why?\nA:"
     with pytest.raises(RowError, match="a value is null, and would be written as None"):
         column.render({"question": None, "hint": None})
+    with pytest.raises(RowError, match=r"a value is bytes .*, which are no text"):
+        column.render({"question": Base64("YQ=="), "hint": None})
     with pytest.raises(RowError, match="empty text"):
         ColumnTemplate("{{ a }}").render({"a": ""})
     recipe = recipe_from_settings(["input.template=Tell me of {{ a }}"])

@@ -49,6 +49,22 @@ def test_held_lines_are_counted_and_written_at_the_end() -> None:
     assert sink.writes == [b"0\n", b"2\n4\n", b"closed"]
 
 
+def test_a_signal_in_the_middle_of_a_write_adds_nothing_to_half_a_line() -> None:
+    class Interrupted(Taken):
+        def write(self, lines: bytes) -> None:
+            writer.write_held()  # as the handler of a second signal does
+            super().write(lines)
+
+    sink = Interrupted()
+    writer = LineWriter(sink, ordered=True)
+    writer.put(2, b"2\n")
+    writer.put(0, b"0\n")
+    writer.flush()
+    assert sink.writes == [b"0\n"]
+    writer.flush()
+    assert sink.writes == [b"0\n", b"2\n"]
+
+
 def test_lines_that_wait_leave_memory_and_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_module, "_MAX_HELD_BYTES", 1000)
     order = list(range(1, 300))

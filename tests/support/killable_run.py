@@ -1,7 +1,7 @@
 """Runs the command line over a scripted engine in child processes that die in set ways; a server on stdin and stdout.
 
-A line in is a JSON object: args, and one of kill_at (bytes of the output at which SIGKILL comes, in the middle of a
-write), signal_at ([step, number]), max_bytes (of any file, as on a full disk), reader_bytes (after which whoever reads
+A line in is a JSON object: args, and one of at_byte ([bytes of the output, signals that come then, in the middle of a
+write]), signal_at ([step, number]), max_bytes (of any file, as on a full disk), reader_bytes (after which whoever reads
 stdout leaves; they are in read.bin); a line out is the child's exit status,
 negative for a signal. Nothing of torch is imported, so that a child costs some milliseconds.
 """
@@ -39,19 +39,20 @@ def _put_in_engine(**options: Any) -> list[FakeEngine]:
     return made
 
 
-def _die_at(offset: int) -> None:
-    """Let the output grow to `offset` bytes and not one more."""
+def _signal_at(offset: int, *numbers: int) -> None:
+    """Let signals come when the output has grown to `offset` bytes and not one more."""
     write = os.write
 
-    def dying_write(descriptor: int, data: bytes) -> int:
+    def interrupted_write(descriptor: int, data: bytes) -> int:
         size = os.fstat(descriptor).st_size
-        if size + len(data) < offset:
+        if not size < offset <= size + len(data):
             return write(descriptor, data)
-        write(descriptor, data[: offset - size])
-        os.kill(os.getpid(), signal.SIGKILL)
-        return 0
+        written = write(descriptor, data[: offset - size])
+        for number in numbers:
+            os.kill(os.getpid(), number)
+        return written
 
-    writer.os = types.SimpleNamespace(**{**vars(os), "write": dying_write})  # type: ignore[attr-defined]
+    writer.os = types.SimpleNamespace(**{**vars(os), "write": interrupted_write})  # type: ignore[attr-defined]
 
 
 def _read_and_leave(num_bytes: int) -> None:
@@ -73,7 +74,7 @@ def _read_and_leave(num_bytes: int) -> None:
 
 def _child(
     args: list[str],
-    kill_at: int | None = None,
+    at_byte: list[int] | None = None,
     max_bytes: int | None = None,
     reader_bytes: int | None = None,
     **options: Any,
@@ -83,8 +84,8 @@ def _child(
     if reader_bytes is not None:
         _read_and_leave(reader_bytes)
     _put_in_engine(**options)
-    if kill_at is not None:
-        _die_at(kill_at)
+    if at_byte is not None:
+        _signal_at(*at_byte)
     if max_bytes is not None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, max_bytes))
