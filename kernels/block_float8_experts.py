@@ -11,7 +11,7 @@ import torch
 
 from specgen.kernels._checks import check, check_same_device
 from specgen.kernels._triton import pdl, tl, triton, wait_for_inputs
-from specgen.kernels.block_float8_linear import BLOCK, FLOAT8, dequantize_blocks, tile_height
+from specgen.kernels.block_float8_linear import BLOCK, FLOAT8, by_bits, dequantize_blocks, tile_height, widen
 from specgen.kernels.moe_experts import ExpertRows, moe_experts_torch, place_kernel, place_options
 
 # Tiles by height: columns, warps, stages. A row's bits are the same in each.
@@ -90,8 +90,8 @@ def block_float8_experts_triton(
     ):
         _block_float8_grouped_kernel[(triton.cdiv(num_columns, columns), max_tiles)](
             source, weights, scale, target, tile_expert, tile_pairs, num_pairs, num_columns, width, pairs_a_row,
-            GATED=weights is w13, ROWS=height, COLUMNS=columns, BLOCK=BLOCK, num_warps=warps, num_stages=stages,
-            enable_fp_fusion=False, **pdl(),
+            GATED=weights is w13, ROWS=height, COLUMNS=columns, BLOCK=BLOCK, BY_BITS=by_bits(x), num_warps=warps,
+            num_stages=stages, enable_fp_fusion=False, **pdl(),
         )  # fmt: skip
     return ExpertRows(out, None)
 
@@ -112,6 +112,7 @@ def _block_float8_grouped_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
+    BY_BITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out[pair] = weight[expert] @ x[pair // pairs_a_row]; gated: silu of the first half's rows times the second's."""
@@ -145,12 +146,12 @@ def _block_float8_grouped_kernel(
             weight = tl.load(gate_rows + at[None, :], mask=mask, other=0.0)
             scale = next_scale
             next_scale = tl.load(next_row, mask=in_columns, other=0.0)
-            acc += tl.dot(weight.to(x.dtype), tl.trans(x), input_precision="ieee") * scale[:, None]
+            acc += tl.dot(widen(weight, x.dtype, BY_BITS), tl.trans(x), input_precision="ieee") * scale[:, None]
             if GATED:
                 weight = tl.load(up_rows + at[None, :], mask=mask, other=0.0)
                 scale = next_scale_up
                 next_scale_up = tl.load(next_row + num_columns, mask=in_columns, other=0.0)
-                acc_up += tl.dot(weight.to(x.dtype), tl.trans(x), input_precision="ieee") * scale[:, None]
+                acc_up += tl.dot(widen(weight, x.dtype, BY_BITS), tl.trans(x), input_precision="ieee") * scale[:, None]
         if GATED:  # rounded as two separate products would be
             acc = acc.to(x_ptr.dtype.element_ty).to(tl.float32)
             acc_up = acc_up.to(x_ptr.dtype.element_ty).to(tl.float32)

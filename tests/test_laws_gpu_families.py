@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: the CPU has test_families.py"),
 ]
 FLOAT8 = torch.float8_e4m3fn
-OPTIONS: dict[str, Any] = {"device": "cuda:0", "dtype": torch.bfloat16, "block_size": 16, "max_model_len": 640}
+OPTIONS: dict[str, Any] = {"device": "cuda:0", "dtype": torch.bfloat16, "block_size": 64, "max_model_len": 640}
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 1000, "max_position_embeddings": 640}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64},
@@ -51,7 +51,7 @@ def test_speculative_equals_plain(tmp_path: Path, family: str, kv_dtype: torch.d
     options = OPTIONS | {"kv_dtype": kv_dtype}
     alone = Harness(folder, k=0, max_num_seqs=1, prefix_caching=False, **options)
     want = [alone.run([row])[0].token_ids for row in rows]
-    for k, budget, seqs, blocks in [(0, 4096, 12, 512), (1, 64, 7, 512), (3, 512, 12, 512), (3, 4096, 12, 90)]:
+    for k, budget, seqs, blocks in [(0, 4096, 12, 128), (1, 64, 7, 128), (3, 512, 12, 128), (3, 4096, 12, 24)]:
         got = run_rows(
             folder, rows, k=k, budget=budget, max_num_seqs=seqs, num_blocks=blocks, draft_folder=head, **options
         )

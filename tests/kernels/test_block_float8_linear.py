@@ -48,13 +48,40 @@ def test_a_row_alone_is_the_row_in_company(threads: int, row_subsets: Callable[[
 def test_a_row_is_the_same_among_any_number_of_rows(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, values, scale = arguments(70, 200, 40, kernel_device)
     if kernel_device == "cuda":
-        x, values, scale = arguments(300, 1024, 512, kernel_device)
+        x, values, scale = arguments(300, 7000, 2112, kernel_device)  # segments by programs, and in loops
         x = x.bfloat16()
     else:  # numpy's products, which the interpreter takes, depend on their shape
         monkeypatch.setattr(module, "_TILES", {64: (64, 4, 4)})
     whole = block_float8_linear_triton(x, values, scale)
     for rows in (slice(0, 1), slice(3, 20), slice(5, 69), slice(1, 70)):
         assert torch.equal(block_float8_linear_triton(x[rows], values, scale), whole[rows])
+
+
+@pytest.mark.parametrize("inner", [512, 600, 640])  # segments of two blocks: even, cut in a block, cut after one
+def test_segments_have_the_same_bits_in_a_loop_and_in_programs(
+    kernel_device: str, inner: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_SEGMENT", 2)
+    x, values, scale = arguments(9, inner, 70, kernel_device)
+    monkeypatch.setattr(module, "_MANY_PROGRAMS", 0)
+    in_a_loop = block_float8_linear_triton(x, values, scale)
+    monkeypatch.setattr(module, "_MANY_PROGRAMS", 10**6)
+    assert torch.equal(block_float8_linear_triton(x, values, scale), in_a_loop)
+    torch.testing.assert_close(in_a_loop.cpu().double(), naive(*arguments(9, inner, 70)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="instructions of a GPU are meant")
+def test_every_number_is_widened_exactly() -> None:
+    """Column n of the weight holds number n once: the products with ones are the numbers, in bfloat16's bits."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = codes[(codes & 0x7F) != 0x7F]  # without NaN
+    values = torch.zeros(len(codes), 128, dtype=torch.uint8)
+    values[torch.arange(len(codes)), torch.arange(len(codes)) % 128] = codes
+    ones = torch.ones(1, 128, dtype=torch.bfloat16)
+    scale = torch.ones(1, len(codes))
+    out = block_float8_linear(ones.cuda(), values.view(torch.float8_e4m3fn).cuda(), scale.cuda()).cpu()[0]
+    assert torch.equal(out, codes.view(torch.float8_e4m3fn).to(torch.bfloat16))
 
 
 def test_wrong_arguments_are_refused() -> None:
