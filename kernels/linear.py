@@ -1,10 +1,11 @@
 """Dense products whose row bits don't depend on how many rows are in the call.
 
-On CUDA cuBLAS does it, once its workspace is taken away (the worker sets that before the first use). On the CPU the
-library picks its kernel by row count: measured (AVX-512, MKL, float32, 1 and 2 threads) rows are equal for every count
-from 12 up and others below, in bfloat16 for every count. So rows are padded to a multiple of 16, and a self-test of a
-few milliseconds at the first use of a shape falls back to products over one fixed block of rows where that doesn't
-hold, and to single rows where even the place in the block matters (seen for odd and tiny shapes, 33 x 7).
+On CUDA cuBLAS does it, once its workspace is taken away (the worker sets that before the first use); few rows of a
+product by heads go through a kernel of their own, to the same bits. On the CPU the library picks its kernel by row
+count: measured (AVX-512, MKL, float32, 1 and 2 threads) rows are equal for every count from 12 up and others below, in
+bfloat16 for every count. So rows are padded to a multiple of 16, and a self-test of a few milliseconds at the first use
+of a shape falls back to products over one fixed block of rows where that doesn't hold, and to single rows where even
+the place in the block matters (seen for odd and tiny shapes, 33 x 7).
 """
 
 import functools
@@ -24,6 +25,9 @@ _FEW_ROWS = 2048
 _FLOAT32_TILE = (16, 16, 128, 4)
 _FEW_TILE = (16, 16, 256, 4)
 _MANY_TILE = (64, 64, 128, 4)
+# Of a product by heads for few rows.
+_FEW_BATCHED_ROWS = 16
+_BATCHED_COLUMNS = 64
 _TEST_COUNTS = (16, 32, 48, 112)
 _TEST_ITEMS = (1, 2, 3, 8)
 
@@ -125,10 +129,57 @@ def batched_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | No
         out = x.new_empty(x.shape[0], weight.shape[0], weight.shape[1])
     check("out", out, x.dtype, x.shape[0], weight.shape[0], weight.shape[1])
     check_same_device(x=x, weight=weight, out=out)
-    if x.is_cuda:
-        torch.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
-        return out
-    return out.copy_(batched_linear_torch(x, weight))
+    if not x.is_cuda:
+        return out.copy_(batched_linear_torch(x, weight))
+    inner = weight.shape[2]
+    is_power = inner & (inner - 1) == 0
+    if len(x) <= _FEW_BATCHED_ROWS and x.itemsize == 2 and is_power and 16 <= inner <= 512 and weight.is_contiguous():
+        return _few_batched(x, weight, out)
+    torch.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
+    return out
+
+
+def _few_batched(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Do what `batched_linear` does for few rows: a whole head's weight is on its way before x is known."""
+    num_heads, num_columns, inner = weight.shape
+    grid = (num_heads, triton.cdiv(num_columns, _BATCHED_COLUMNS))
+    _few_batched_kernel[grid](
+        x, x.stride(0), x.stride(1), weight, out, out.stride(0), out.stride(1), len(x), num_columns, INNER=inner,
+        ROWS=_FEW_BATCHED_ROWS, COLUMNS=_BATCHED_COLUMNS, num_warps=4, **pdl(),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _few_batched_kernel(
+    x_ptr,
+    x_stride,
+    x_head_stride,
+    weight_ptr,
+    out_ptr,
+    out_stride,
+    out_head_stride,
+    num_rows,
+    num_columns,
+    INNER: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out[row, head] = weight[head] @ x[row, head]. The weight stands on the left, as in the library's own kernels."""
+    head = tl.program_id(0)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    k = tl.arange(0, INNER)
+    rows = tl.arange(0, ROWS)
+    weight_rows = weight_ptr + (head * num_columns + columns).to(tl.int64)[:, None] * INNER
+    weight = tl.load(weight_rows + k[None, :], mask=(columns < num_columns)[:, None], other=0.0)
+    wait_for_inputs(PDL)
+    x_rows = x_ptr + rows[None, :].to(tl.int64) * x_stride + head * x_head_stride
+    x = tl.load(x_rows + k[:, None], mask=(rows < num_rows)[None, :], other=0.0)
+    acc = tl.dot(weight, x, input_precision="ieee")
+    target = out_ptr + rows[None, :].to(tl.int64) * out_stride + head * out_head_stride + columns[:, None]
+    mask = (rows < num_rows)[None, :] & (columns < num_columns)[:, None]
+    tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def batched_linear_torch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

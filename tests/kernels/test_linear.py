@@ -108,6 +108,33 @@ def test_rows_on_the_gpu_keep_their_values() -> None:
     assert batched_linear(x, weight).is_contiguous()
 
 
+@pytest.mark.parametrize(("rows", "inner", "columns"), [(1, 32, 70), (13, 16, 64), (16, 128, 9)])
+def test_few_rows_by_heads(kernel_device: str, rows: int, inner: int, columns: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(rows, 3, inner + 8).half()[..., :inner].to(kernel_device)  # strided, as parts of rows are
+    weight = torch.randn(3, columns, inner).half().to(kernel_device)
+    out = torch.full((rows, 3, columns + 8), torch.nan).half().to(kernel_device)
+    linear_module._few_batched(x, weight, out[..., :columns])
+    want = torch.einsum("thk,hnk->thn", x.double().cpu(), weight.double().cpu())
+    torch.testing.assert_close(out[..., :columns].double().cpu(), want, rtol=2**-10, atol=2**-7)
+    assert out[..., columns:].isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="tensor-core arithmetic is meant")
+@pytest.mark.parametrize(("heads", "columns", "inner"), [(16, 512, 128), (16, 128, 512), (128, 128, 512), (9, 96, 64)])
+def test_rows_by_heads_are_the_same_in_any_number_on_the_gpu(heads: int, columns: int, inner: int) -> None:
+    make_products_exact()
+    torch.manual_seed(0)
+    weight = torch.randn(heads, columns, inner, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(2048, heads, inner, device="cuda", dtype=torch.bfloat16)
+    whole = batched_linear(x, weight)
+    for rows in [*range(1, 36), 63, 64, 65, 128, 129, 255, 512, 1000, 2047]:
+        assert torch.equal(batched_linear(x[:rows], weight), whole[:rows]), rows
+    for first in range(0, 2032, 16):
+        assert torch.equal(batched_linear(x[first : first + 16], weight), whole[first : first + 16]), first
+
+
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="weight: expected shape"):
         linear(torch.zeros(2, 3), torch.zeros(4, 5))
