@@ -35,7 +35,10 @@ def cache_rows(start, end, table_ptr, BLOCK_SIZE: tl.constexpr, STEP_KEYS: tl.co
     """Return the cache rows of the keys start..start + STEP_KEYS, int64; row 0 of a block for those past `end`."""
     step = tl.arange(0, STEP_KEYS)
     if BLOCK_SIZE % STEP_KEYS == 0:
-        block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
+        if MASKED:
+            block = tl.load(table_ptr + start // BLOCK_SIZE, mask=start < end, other=0).to(tl.int64)
+        else:
+            block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
         return block * BLOCK_SIZE + start % BLOCK_SIZE + step
     key = start + step
     if MASKED:
@@ -102,11 +105,11 @@ def store_result(
     first_slice,
     RANK: tl.constexpr,
     ROWS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    BY_SPLIT: tl.constexpr,
 ):
     """Write the result rows; with several splits their partial (acc, max, sum) at `place`."""
     total = tl.max(row_sum, axis=1)  # its columns are equal
-    if SPLITS == 1:
+    if not BY_SPLIT:
         result = acc / tl.where(total > 0, total, 1.0)[:, None]
         target = out_ptr + result_row[:, None] * rank + column[None, :]
         tl.store(target, result.to(out_ptr.dtype.element_ty), mask=real[:, None] & (column < rank)[None, :])
@@ -118,7 +121,7 @@ def store_result(
             tl.store(partial + RANK + 1, total)
 
 
-@triton.jit(do_not_specialize=["first_tile", "num_requests"])
+@triton.jit(do_not_specialize=["first_tile", "num_requests", "splits"])
 def mla_join_kernel(
     idx_mapping_ptr,
     query_start_loc_ptr,
@@ -129,12 +132,12 @@ def mla_join_kernel(
     num_requests,
     num_heads,
     rank,
+    splits,
     scale_log2,
     HEADS: tl.constexpr,
     QUERIES: tl.constexpr,
     RANK: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
-    SPLITS: tl.constexpr,
     REQUESTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -154,7 +157,7 @@ def mla_join_kernel(
     )
     if (query < count) & (head < num_heads):
         column = tl.arange(0, RANK)
-        first_place = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * SPLITS
+        first_place = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * splits
         total_max = tl.full([1], NO_MAX, dtype=tl.float32)
         total = tl.zeros([1], dtype=tl.float32)
         acc = tl.zeros([RANK], dtype=tl.float32)

@@ -157,12 +157,12 @@ def _decay(row_max, new_max, scale_log2, layout: gl.constexpr):
 @gluon.jit
 def _store(
     acc, total, buffer, out_ptr, partial_ptr, q_row, count, num_heads, half: gl.constexpr, HEADS: gl.constexpr,
-    SPLITS: gl.constexpr,
+    BY_SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Store half of the columns of the result, by a buffer that nobody uses any more; of the partial one if split."""
     ROWS: gl.constexpr = acc.shape[0]
     HALF: gl.constexpr = acc.shape[1]
-    if SPLITS == 1:
+    if not BY_SPLIT:
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
         buffer.store((acc / gl.where(total > 0, total, 1.0)[:, None]).to(buffer.dtype))
         thread_barrier()
@@ -176,13 +176,14 @@ def _store(
     else:
         layout: gl.constexpr = acc.type.layout
         column = half * HALF + gl.arange(0, HALF, gl.SliceLayout(0, layout))[None, :]
-        gl.store(_partial_rows(partial_ptr, ROWS, HALF, SPLITS, layout)[:, None] + column, acc)
+        gl.store(_partial_rows(partial_ptr, ROWS, HALF, layout)[:, None] + column, acc)
 
 
 @gluon.jit
-def _partial_rows(partial_ptr, ROWS: gl.constexpr, HALF: gl.constexpr, SPLITS: gl.constexpr, layout: gl.constexpr):
+def _partial_rows(partial_ptr, ROWS: gl.constexpr, HALF: gl.constexpr, layout: gl.constexpr):
     """Return where the rows of the partial result lie."""
-    place = (gl.program_id(0) * gl.num_programs(1) + gl.program_id(1)).to(gl.int64) * SPLITS + gl.program_id(2)
+    place = (gl.program_id(0) * gl.num_programs(1) + gl.program_id(1)).to(gl.int64) * gl.num_programs(2)
+    place += gl.program_id(2)
     return partial_ptr + (place * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))) * (2 * HALF + 2)
 
 
@@ -190,7 +191,7 @@ def _partial_rows(partial_ptr, ROWS: gl.constexpr, HALF: gl.constexpr, SPLITS: g
 def _group_0(
     q_ptr, out_ptr, partial_ptr, q_row, count, position, low, end, lead, full, num_steps, num_heads, scale_log2,
     q_latent, latent_buffers, rope_buffers, weights, maxima, ones, ready, free, told, HEADS: gl.constexpr,
-    SLICES: gl.constexpr, SPLITS: gl.constexpr, KEY_START: gl.constexpr,
+    SLICES: gl.constexpr, BY_SPLIT: gl.constexpr, KEY_START: gl.constexpr,
 ):  # fmt: skip
     """Score the even blocks; take in all blocks for the left columns, and the sum of the weights."""
     ROWS: gl.constexpr = q_latent.shape[1]
@@ -234,9 +235,9 @@ def _group_0(
     total = gl.convert_layout(gl.max(row_sum, axis=1), gl.SliceLayout(1, acc_layout))  # its columns are equal
     maxima.index(2).store(total)
     _done(told.index(2))
-    _store(acc, total, latent_buffers.index(0), out_ptr, partial_ptr, q_row, count, num_heads, 0, HEADS, SPLITS)
-    if SPLITS > 1:
-        partial = _partial_rows(partial_ptr, ROWS, HALF, SPLITS, acc_layout)
+    _store(acc, total, latent_buffers.index(0), out_ptr, partial_ptr, q_row, count, num_heads, 0, HEADS, BY_SPLIT)
+    if BY_SPLIT:
+        partial = _partial_rows(partial_ptr, ROWS, HALF, acc_layout)
         gl.store(partial + 2 * HALF, gl.convert_layout(row_max, gl.SliceLayout(1, acc_layout)))
         gl.store(partial + 2 * HALF + 1, total)
 
@@ -245,7 +246,7 @@ def _group_0(
 def _group_1(
     q_ptr, out_ptr, partial_ptr, q_row, count, position, low, end, lead, full, num_steps, num_heads, scale_log2,
     q_latent, latent_buffers, rope_buffers, weights, maxima, ready, free, told, HEADS: gl.constexpr,
-    SLICES: gl.constexpr, SPLITS: gl.constexpr, KEY_START: gl.constexpr,
+    SLICES: gl.constexpr, BY_SPLIT: gl.constexpr, KEY_START: gl.constexpr,
 ):  # fmt: skip
     """Score the odd blocks; take in all blocks for the right columns."""
     ROWS: gl.constexpr = q_latent.shape[1]
@@ -288,7 +289,7 @@ def _group_1(
         acc = hopper.warpgroup_mma_wait(0, deps=[acc])
     hopper.mbarrier.wait(told.index(2), 0)
     total = maxima.index(2).load(gl.SliceLayout(1, acc_layout))
-    _store(acc, total, latent_buffers.index(3), out_ptr, partial_ptr, q_row, count, num_heads, 1, HEADS, SPLITS)
+    _store(acc, total, latent_buffers.index(3), out_ptr, partial_ptr, q_row, count, num_heads, 1, HEADS, BY_SPLIT)
 
 
 @gluon.jit(do_not_specialize=["first_tile", "num_requests"])
@@ -313,7 +314,7 @@ def mla_hopper_kernel(
     ROPE: gl.constexpr,
     STEP_KEYS: gl.constexpr,
     SPLIT_KEYS: gl.constexpr,
-    SPLITS: gl.constexpr,
+    BY_SPLIT: gl.constexpr,
     REQUESTS: gl.constexpr,
     KEY_START: gl.constexpr,
     PDL: gl.constexpr,
@@ -383,7 +384,7 @@ def mla_hopper_kernel(
                     (
                         q_ptr, out_ptr, partial_ptr, q_row, count, position, low, end, lead, full, num_steps,
                         num_heads, scale_log2, q_latent, latent_buffers, rope_buffers, weights, maxima,
-                        ones.permute([1, 0]), ready, free, told, HEADS, SLICES, SPLITS, KEY_START,
+                        ones.permute([1, 0]), ready, free, told, HEADS, SLICES, BY_SPLIT, KEY_START,
                     ),
                 ),
                 (
@@ -391,7 +392,7 @@ def mla_hopper_kernel(
                     (
                         q_ptr, out_ptr, partial_ptr, q_row, count, position, low, end, lead, full, num_steps,
                         num_heads, scale_log2, q_latent, latent_buffers, rope_buffers, weights, maxima, ready, free,
-                        told, HEADS, SLICES, SPLITS, KEY_START,
+                        told, HEADS, SLICES, BY_SPLIT, KEY_START,
                     ),
                 ),
             ],

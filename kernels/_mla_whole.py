@@ -82,7 +82,7 @@ def mla_split_kernel(
     BLOCK_SIZE: tl.constexpr,
     STEP_KEYS: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    BY_SPLIT: tl.constexpr,
     REQUESTS: tl.constexpr,
     KEY_START: tl.constexpr,
     PDL: tl.constexpr,
@@ -139,8 +139,8 @@ def mla_split_kernel(
                 start, end, q_latent, q_rope, row_max, row_sum, acc, positions, cache_ptr, table_ptr, rank,
                 rope_width, scale_log2, BLOCK_SIZE, STEP_KEYS, KEY_START, RANK, ROPE, True,
             )  # fmt: skip
-        place = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * SPLITS + split
+        place = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * tl.num_programs(2) + split
         store_result(
             acc, row_max, row_sum, out_ptr, partial_ptr, place, row, result_row, real, latent_column, rank, True,
-            RANK, ROWS, SPLITS,
+            RANK, ROWS, BY_SPLIT,
         )  # fmt: skip

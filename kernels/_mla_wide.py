@@ -89,19 +89,15 @@ def mla_scores_kernel(
 
 
 @triton.jit
-def _values_step(
+def _load_step(
     start,
     end,
-    row_max,
-    row_sum,
-    acc,
     scores_ptr,
     cache_ptr,
     table_ptr,
     column,
     rank,
     width,
-    scale_log2,
     ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     STEP_KEYS: tl.constexpr,
@@ -109,16 +105,18 @@ def _values_step(
     DTYPE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Take in a step's keys with their scores from `mla_scores_kernel`."""
+    """Return a step's scores from `mla_scores_kernel`, and its keys' values."""
     step = tl.arange(0, STEP_KEYS)
     row = tl.arange(0, ROWS)
-    scores = tl.load(scores_ptr + (start // STEP_KEYS * ROWS + row)[:, None] * STEP_KEYS + step[None, :])
-    values = cache_ptr + cache_rows(start, end, table_ptr, BLOCK_SIZE, STEP_KEYS, MASKED)[:, None] * width
+    scores_ptr += (start // STEP_KEYS * ROWS + row)[:, None] * STEP_KEYS + step[None, :]
     mask = (column < rank)[None, :]
-    if MASKED:
+    if MASKED:  # there may be no such step
+        scores = tl.load(scores_ptr, mask=(start + 0 * row < end)[:, None], other=0.0)
         mask = mask & ((start + step < end) & (start + step >= KEY_START))[:, None]
-    block = load_values(values + column[None, :], mask, DTYPE, MASKED)
-    return take_in(scores, block, row_max, row_sum, acc, scale_log2, STEP_KEYS)
+    else:
+        scores = tl.load(scores_ptr)
+    values = cache_ptr + cache_rows(start, end, table_ptr, BLOCK_SIZE, STEP_KEYS, MASKED)[:, None] * width
+    return scores, load_values(values + column[None, :], mask, DTYPE, MASKED)
 
 
 @triton.jit(do_not_specialize=["first_tile", "num_requests", "num_steps"])
@@ -146,7 +144,7 @@ def mla_values_kernel(
     BLOCK_SIZE: tl.constexpr,
     STEP_KEYS: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    BY_SPLIT: tl.constexpr,
     REQUESTS: tl.constexpr,
     KEY_START: tl.constexpr,
     PDL: tl.constexpr,
@@ -181,24 +179,31 @@ def mla_values_kernel(
         row_sum = tl.zeros([ROWS, SUM_COLUMNS], dtype=tl.float32)
         acc = tl.zeros([ROWS, SLICE], dtype=tl.float32)
         lead, full = full_range(low, end, position, STEP_KEYS, KEY_START)
+        args = (tile_scores, cache_ptr, table_ptr, column, rank, width)
+        # What not all rows see comes last and is asked for first: no loop is there to hide its way.
+        edge_scores, edge_values = _load_step(
+            full, end, *args, ROWS, BLOCK_SIZE, STEP_KEYS, KEY_START, out_ptr.dtype.element_ty, True
+        )
         if KEY_START > 0:
             for start in range(low, lead, STEP_KEYS):
-                row_max, row_sum, acc = _values_step(
-                    start, end, row_max, row_sum, acc, tile_scores, cache_ptr, table_ptr, column, rank, width,
-                    scale_log2, ROWS, BLOCK_SIZE, STEP_KEYS, KEY_START, out_ptr.dtype.element_ty, True,
-                )  # fmt: skip
+                scores, values = _load_step(
+                    start, end, *args, ROWS, BLOCK_SIZE, STEP_KEYS, KEY_START, out_ptr.dtype.element_ty, True
+                )
+                row_max, row_sum, acc = take_in(scores, values, row_max, row_sum, acc, scale_log2, STEP_KEYS)
         for start in range(lead, full, STEP_KEYS):
-            row_max, row_sum, acc = _values_step(
-                start, end, row_max, row_sum, acc, tile_scores, cache_ptr, table_ptr, column, rank, width,
-                scale_log2, ROWS, BLOCK_SIZE, STEP_KEYS, KEY_START, out_ptr.dtype.element_ty, False,
-            )  # fmt: skip
-        for start in range(full, end, STEP_KEYS):
-            row_max, row_sum, acc = _values_step(
-                start, end, row_max, row_sum, acc, tile_scores, cache_ptr, table_ptr, column, rank, width,
-                scale_log2, ROWS, BLOCK_SIZE, STEP_KEYS, KEY_START, out_ptr.dtype.element_ty, True,
-            )  # fmt: skip
+            scores, values = _load_step(
+                start, end, *args, ROWS, BLOCK_SIZE, STEP_KEYS, KEY_START, out_ptr.dtype.element_ty, False
+            )
+            row_max, row_sum, acc = take_in(scores, values, row_max, row_sum, acc, scale_log2, STEP_KEYS)
+        if full < end:
+            row_max, row_sum, acc = take_in(edge_scores, edge_values, row_max, row_sum, acc, scale_log2, STEP_KEYS)
+        for start in range(full + STEP_KEYS, end, STEP_KEYS):
+            scores, values = _load_step(
+                start, end, *args, ROWS, BLOCK_SIZE, STEP_KEYS, KEY_START, out_ptr.dtype.element_ty, True
+            )
+            row_max, row_sum, acc = take_in(scores, values, row_max, row_sum, acc, scale_log2, STEP_KEYS)
         store_result(
-            acc, row_max, row_sum, out_ptr, partial_ptr, place * SPLITS + split, row,
+            acc, row_max, row_sum, out_ptr, partial_ptr, place * (tl.num_programs(2) // SLICES) + split, row,
             (q_row + query) * num_heads + head, (head < num_heads) & (query < count), column, rank, part == 0, RANK,
-            ROWS, SPLITS,
+            ROWS, BY_SPLIT,
         )  # fmt: skip

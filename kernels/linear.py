@@ -23,7 +23,7 @@ MAX_ROWS = 256  # more rows go in several calls, so that the self-test sees ever
 # Tiles of the Triton product: rows, columns, inner, stages.
 _FEW_ROWS = 2048
 _FLOAT32_TILE = (16, 16, 128, 4)
-_FEW_TILE = (16, 16, 256, 4)
+_FEW_TILE = (16, 32, 512, 3)
 _MANY_TILE = (64, 64, 128, 4)
 # Of a product by heads for few rows.
 _FEW_BATCHED_ROWS = 16
@@ -143,7 +143,7 @@ def _few_batched(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> to
     """Do what `batched_linear` does for few rows: a whole head's weight is on its way before x is known."""
     num_heads, num_columns, inner = weight.shape
     grid = (num_heads, triton.cdiv(num_columns, _BATCHED_COLUMNS))
-    _few_batched_kernel[grid](
+    _batched_linear_kernel[grid](
         x, x.stride(0), x.stride(1), weight, out, out.stride(0), out.stride(1), len(x), num_columns, INNER=inner,
         ROWS=_FEW_BATCHED_ROWS, COLUMNS=_BATCHED_COLUMNS, num_warps=4, **pdl(),
     )  # fmt: skip
@@ -151,7 +151,7 @@ def _few_batched(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> to
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _few_batched_kernel(
+def _batched_linear_kernel(
     x_ptr,
     x_stride,
     x_head_stride,

@@ -11,7 +11,7 @@ neither on the number of items nor on the row's place.
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from specgen.kernels._mla_hopper import mla_hopper_kernel
 from specgen.kernels._mla_plan import KEYS, Slab, plan_slabs
 from specgen.kernels._mla_whole import mla_split_kernel
 from specgen.kernels._mla_wide import mla_scores_kernel, mla_values_kernel
+from specgen.kernels._mla_wide_hopper import mla_scores_hopper_kernel, mla_values_hopper_kernel
 from specgen.kernels._tile_attention import attend, pad_heads, tile_queries
 from specgen.kernels._triton import can_use_tma, hopper_descriptor, is_hopper, launched, pdl, triton
 
@@ -32,11 +33,13 @@ _STEP_KEYS = 64
 _SPLIT_KEYS = 1024
 # Up to so many tiles, of so many steps in all, keys and values are spread over the machine: faster, with the same bits.
 _WIDE_TILES, _WIDE_STEPS = 64, 1024
+_WIDE_HOPPER_STEPS = 192  # the forms for Hopper meet at about 200 steps, whether of one tile or of many
 _FEW_TILES = 8
 # Columns of the values a program takes, inner columns of a score's step and stages: for few tiles, and for more.
 _WIDE_FEW = (32, 128, 4)
 _WIDE_MORE = (128, 64, 4)
-_SLICE = 128  # columns that the form for Hopper fetches at once: 64, 128 or 256
+_SLICE = 128  # columns that the forms for Hopper fetch at once
+_HOPPER_STAGES = (4, 8)  # of the wide form's values: slices of _SLICE columns, of 64
 _VALUES_STAGES = 5  # block numbers are loaded, then values: two of each are on their way
 _SCRATCH_BYTES = 256 << 20  # partial results held at once; a longer step runs in several launches
 _LOG2_E = 1.4426950408889634
@@ -178,63 +181,128 @@ def mla_attention_triton(
     heads = min(triton.next_power_of_2(num_heads), _TILE_ROWS)
     queries = _TILE_ROWS // heads
     rank = max(16, triton.next_power_of_2(kv_lora_rank))
-    rope = max(16, triton.next_power_of_2(width - kv_lora_rank))
     head_groups = triton.cdiv(num_heads, heads)
     splits = max(1, triton.cdiv(max_seq_len, _SPLIT_KEYS))
     steps = max(1, triton.cdiv(max_seq_len, _STEP_KEYS))
     # Request b's tiles start at number query_start_loc[b] // queries + b: room enough for each, found without the host.
     num_tiles = num_tokens // queries + num_requests
-    is_wide = _is_wide(num_tiles * head_groups, steps)
+    blocks = _hopper_blocks(q, kv_cache, kv_lora_rank)
+    is_wide = _is_wide(num_tiles * head_groups, steps, blocks is not None)
     partial_bytes = head_groups * splits * _TILE_ROWS * (rank + 2) * 4 if splits > 1 else 0
     scores_bytes = head_groups * steps * _TILE_ROWS * _STEP_KEYS * 4 if is_wide else 0
     tiles_a_launch = max(1, min(num_tiles, _SCRATCH_BYTES // max(1, partial_bytes + scores_bytes)))
-    partial_results = torch.empty(partial_bytes // 4 * tiles_a_launch, dtype=torch.float32, device=q.device)
-    scores = torch.empty(scores_bytes // 4 * tiles_a_launch, dtype=torch.float32, device=q.device)
-    step = (block_tables, block_tables.stride(0), idx_mapping, query_start_loc, seq_lens)
-    shared = {"HEADS": heads, "QUERIES": queries, "REQUESTS": max(16, triton.next_power_of_2(num_requests)), **pdl()}
-    cut = {"RANK": rank, "SPLIT_KEYS": _SPLIT_KEYS, "SPLITS": splits, **shared}
-    paged = {"BLOCK_SIZE": kv_cache.shape[1], "STEP_KEYS": _STEP_KEYS, "KEY_START": key_start}
-    sizes = (num_requests, num_heads, kv_lora_rank)
-    rope_width, scale_log2 = width - kv_lora_rank, scale * _LOG2_E
-    blocks = None if is_wide else _hopper_blocks(q, kv_cache, kv_lora_rank)
+    launch = _Launch(
+        q,
+        kv_cache,
+        (block_tables, block_tables.stride(0), idx_mapping, query_start_loc, seq_lens),
+        out,
+        torch.empty(partial_bytes // 4 * tiles_a_launch, dtype=torch.float32, device=q.device),
+        torch.empty(scores_bytes // 4 * tiles_a_launch, dtype=torch.float32, device=q.device),
+        (num_requests, num_heads, kv_lora_rank),
+        scale * _LOG2_E,
+        (head_groups, steps, splits),
+        rank,
+        max(16, triton.next_power_of_2(width - kv_lora_rank)),
+        {"STEP_KEYS": _STEP_KEYS, "KEY_START": key_start},
+        {"HEADS": heads, "QUERIES": queries, "REQUESTS": max(16, triton.next_power_of_2(num_requests)), **pdl()},
+    )
+    run, run_hopper, form = (
+        (_run_wide, _run_wide_hopper, "latent attention of few rows")
+        if is_wide
+        else (_run_whole, _run_whole_hopper, "latent attention")
+    )
     for first_tile in range(0, num_tiles, tiles_a_launch):
         tiles = min(tiles_a_launch, num_tiles - first_tile)
-        if is_wide:
-            column_slice, chunk, stages = _WIDE_FEW if tiles * head_groups <= _FEW_TILES else _WIDE_MORE
-            column_slice = min(column_slice, rank)
-            mla_scores_kernel[(tiles, head_groups, steps)](
-                q, kv_cache, *step, scores, first_tile, *sizes, rope_width,
-                RANK=rank, ROPE=rope, CHUNK=min(chunk, rank), num_warps=4, num_stages=stages, **paged, **shared,
-            )  # fmt: skip
-            mla_values_kernel[(tiles, head_groups, splits * (rank // column_slice))](
-                scores, kv_cache, *step, out, partial_results, first_tile, num_requests, steps, *sizes[1:], rope_width,
-                scale_log2, SLICE=column_slice, num_warps=4, num_stages=_VALUES_STAGES, **paged, **cut,
-            )  # fmt: skip
-        elif blocks is None or not launched(
-            "latent attention",
-            partial(
-                mla_hopper_kernel[(tiles, head_groups, splits)],
-                q, *blocks, *step, out, partial_results, first_tile, num_requests, num_heads, scale_log2, ROPE=rope,
-                STEP_KEYS=_STEP_KEYS, KEY_START=key_start, num_warps=4, **cut,
-            ),
-        ):  # fmt: skip
-            mla_split_kernel[(tiles, head_groups, splits)](
-                q, kv_cache, *step, out, partial_results, first_tile, *sizes, rope_width, scale_log2,
-                ROPE=rope, num_warps=8, num_stages=2, **paged, **cut,
-            )  # fmt: skip
+        if blocks is None or not launched(form, partial(run_hopper, launch, first_tile, tiles, *blocks)):
+            run(launch, first_tile, tiles)
         if splits > 1:
             mla_join_kernel[(tiles, head_groups, _TILE_ROWS)](
-                *step[2:], partial_results, out, first_tile, *sizes, scale_log2, num_warps=4, **cut
-            )
+                *launch.step[2:], launch.partial_results, out, first_tile, *launch.sizes, splits, launch.scale_log2,
+                RANK=rank, SPLIT_KEYS=_SPLIT_KEYS, num_warps=4, **launch.shared,
+            )  # fmt: skip
     return out
 
 
-def _is_wide(num_tiles: int, num_steps: int) -> bool:
-    return num_tiles <= _WIDE_TILES and num_tiles * num_steps <= _WIDE_STEPS
+class _Launch(NamedTuple):
+    """What the forms take: tensors, numbers, and constants."""
+
+    q: torch.Tensor
+    kv_cache: torch.Tensor
+    step: tuple[Any, ...]  # block tables and their stride, slots, starts, lengths
+    out: torch.Tensor
+    partial_results: torch.Tensor
+    scores: torch.Tensor
+    sizes: tuple[int, int, int]  # requests, heads, rank
+    scale_log2: float
+    counts: tuple[int, int, int]  # groups of heads, steps and splits of the longest row
+    rank: int  # both as powers of two
+    rope: int
+    paged: dict[str, int]
+    shared: dict[str, Any]
+
+    @property
+    def cut(self) -> dict[str, Any]:
+        """Constants of the kernels that sum over a split."""
+        by_split = self.counts[2] > 1
+        return {"RANK": self.rank, "SPLIT_KEYS": _SPLIT_KEYS, "BY_SPLIT": by_split, **self.paged, **self.shared}
+
+
+def _run_wide(launch: _Launch, first_tile: int, tiles: int) -> None:
+    m = launch
+    head_groups, steps, splits = m.counts
+    column_slice, chunk, stages = _WIDE_FEW if tiles * head_groups <= _FEW_TILES else _WIDE_MORE
+    column_slice = min(column_slice, m.rank)
+    rope_width, block_size = m.q.shape[2] - m.sizes[2], m.kv_cache.shape[1]
+    mla_scores_kernel[(tiles, head_groups, steps)](
+        m.q, m.kv_cache, *m.step, m.scores, first_tile, *m.sizes, rope_width, RANK=m.rank, ROPE=m.rope,
+        CHUNK=min(chunk, m.rank), BLOCK_SIZE=block_size, num_warps=4, num_stages=stages, **m.paged, **m.shared,
+    )  # fmt: skip
+    mla_values_kernel[(tiles, head_groups, splits * (m.rank // column_slice))](
+        m.scores, m.kv_cache, *m.step, m.out, m.partial_results, first_tile, m.sizes[0], steps, *m.sizes[1:],
+        rope_width, m.scale_log2, SLICE=column_slice, BLOCK_SIZE=block_size, num_warps=4, num_stages=_VALUES_STAGES,
+        **m.cut,
+    )  # fmt: skip
+
+
+def _run_wide_hopper(launch: _Launch, first_tile: int, tiles: int, latents: Any, ropes: Any) -> None:
+    m = launch
+    head_groups, steps, splits = m.counts
+    is_few = tiles * head_groups <= _FEW_TILES
+    slices = m.rank // (m.rope if is_few else _SLICE)  # of the values' columns, as wide as a descriptor's block
+    mla_scores_hopper_kernel[(tiles, head_groups, steps)](
+        m.q, latents, ropes, *m.step, m.scores, first_tile, *m.sizes[:2], RANK=m.rank, ROPE=m.rope, num_warps=4,
+        **m.paged, **m.shared,
+    )  # fmt: skip
+    mla_values_hopper_kernel[(tiles, head_groups, splits * slices)](
+        m.scores, ropes if is_few else latents, *m.step, m.out, m.partial_results, first_tile, m.sizes[0], steps,
+        m.sizes[1], m.scale_log2, STAGES=_HOPPER_STAGES[is_few], num_warps=4, **m.cut,
+    )  # fmt: skip
+
+
+def _run_whole(launch: _Launch, first_tile: int, tiles: int) -> None:
+    m = launch
+    head_groups, _, splits = m.counts
+    mla_split_kernel[(tiles, head_groups, splits)](
+        m.q, m.kv_cache, *m.step, m.out, m.partial_results, first_tile, *m.sizes, m.q.shape[2] - m.sizes[2],
+        m.scale_log2, ROPE=m.rope, BLOCK_SIZE=m.kv_cache.shape[1], num_warps=8, num_stages=2, **m.cut,
+    )  # fmt: skip
+
+
+def _run_whole_hopper(launch: _Launch, first_tile: int, tiles: int, latents: Any, ropes: Any) -> None:
+    m = launch
+    head_groups, _, splits = m.counts
+    mla_hopper_kernel[(tiles, head_groups, splits)](
+        m.q, latents, ropes, *m.step, m.out, m.partial_results, first_tile, *m.sizes[:2], m.scale_log2, ROPE=m.rope,
+        num_warps=4, **m.cut,
+    )  # fmt: skip
+
+
+def _is_wide(num_tiles: int, num_steps: int, on_hopper: bool) -> bool:
+    return num_tiles <= _WIDE_TILES and num_tiles * num_steps <= (_WIDE_HOPPER_STEPS if on_hopper else _WIDE_STEPS)
 
 
 def _hopper_blocks(q: torch.Tensor, kv_cache: torch.Tensor, rank: int) -> list[Any] | None:
-    """Return what `mla_hopper_kernel` fetches latents and rotated keys by; None where it does not apply."""
+    """Return what the forms for Hopper fetch latents and rotated keys by; None where they do not apply."""
     block_size, width = kv_cache.shape[1:]
     fits = rank == 512 and width == 576 and block_size == _STEP_KEYS and kv_cache.dtype == q.dtype and q.itemsize == 2
     if not (fits and q.is_cuda and can_use_tma(kv_cache) and is_hopper()):
