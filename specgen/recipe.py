@@ -58,7 +58,8 @@ class ModelSection:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationSection:
-    """num_tokens: drafts a step (K), 0 is plain decoding. method: how drafts are judged.
+    """num_tokens: drafts a step (K), 0 is plain decoding. adaptive: K is the most, and as many are made as give most
+    tokens a second, measured while rows run. method: how drafts are judged.
 
     model: a draft head in place of the model's own: a bundled head's name, a folder or a hub id. self_test: what to do
     about a draft head that proves broken, or trained otherwise than it is run: `warn`, stop (`strict`), or `skip` the
@@ -73,6 +74,7 @@ class SpeculationSection:
     """
 
     num_tokens: int = _key(3, checks.integer(0, 16, wanted="an integer from 0 (plain decoding) to 16"))
+    adaptive: bool = _key(False, checks.boolean())
     method: str = _key("exact", checks.choice("exact", "ratio", "synthetic"))
     model: str | None = _key(
         None, checks.optional(checks.text("a bundled head's name, a folder or a hub id"), "null, the model's own,")
@@ -314,6 +316,7 @@ def _resolve(settings: Sequence[_Setting], folder: Path, for_bench: bool) -> Rec
     sections = {name: _section(name, values, origins) for name in SECTIONS}
     recipe = Recipe(**sections, origins={key: origins.get(key, "default") for key in KEYS})
     _check_acceptance(recipe, for_bench)
+    _check_adaptive(recipe)
     _check_prompt(recipe)
     return recipe
 
@@ -338,6 +341,16 @@ def _check_prompt(recipe: Recipe) -> None:
         raise RecipeError(
             f"{given[0]} and {given[1]} both say what the prompt is: one of them is enough",
             where=recipe.origins[given[0]],
+        )
+
+
+def _check_adaptive(recipe: Recipe) -> None:
+    """Raise if the number of drafts, which would follow a clock, could be seen in the answers."""
+    if recipe.speculation.adaptive and recipe.speculation.method == "ratio":
+        raise RecipeError(
+            "speculation.adaptive can't go with speculation.method: ratio: answers would depend on how long steps take",
+            where=recipe.origins["speculation.adaptive"],
+            hint="leave one of the two out; with method: exact the number of drafts never changes a token",
         )
 
 

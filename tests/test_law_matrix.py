@@ -1,7 +1,8 @@
 """Law 1 over a generated matrix: 2,000 rows under every parameter there is, each bitwise as it is alone without drafts.
 
-Each group draws its rows, its drafter and its engine: draft length, chunk size, company, a pool that forces preemption,
-prefix cache on or off, synchronous or not. Compared are ids, how the row ended, its log-probabilities and the prompt's.
+Each group draws its rows, its drafter and its engine: draft length, in some another one after every step, chunk size,
+company, a pool that forces preemption, prefix cache on or off, synchronous or not. Compared are ids, how the row ended,
+its log-probabilities and the prompt's.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Harness, Result, Row, oracle, scripted
+from harness import Harness, Restless, Result, Row, oracle, scripted
 from letters import check_of, letters
 from tiny import write_checkpoint
 
@@ -127,7 +128,8 @@ def test_rows_are_as_alone(model: Path, alone: Harness, group: int) -> None:
         "async_scheduling": rng.random() < 0.5,
     }
     drafter = drafter_of(rng, rows, ref) if k else None
-    harness = Harness(model, k=k, eos=EOS, max_model_len=MAX_LEN, drafter=drafter, **options)
+    restless = Restless(k, rng) if group % 4 == 1 else None
+    harness = Harness(model, k=k, eos=EOS, max_model_len=MAX_LEN, drafter=drafter, draft_length=restless, **options)
     got = harness.run(rows)
     for i, (a, b) in enumerate(zip(got, ref, strict=True)):
         assert outcome(a) == outcome(b), (i, rows[i].params)

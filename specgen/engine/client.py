@@ -14,6 +14,7 @@ from types import TracebackType
 import torch
 
 from specgen.engine.core import Abort, Add, EngineCore, Stop
+from specgen.engine.draft_length import DraftLength
 from specgen.engine.executor import UniProcExecutor
 from specgen.engine.head_test import test_head
 from specgen.engine.kv_blocks import KVBlockManager
@@ -57,14 +58,20 @@ class EngineClient:
     `description` names what was resolved (device, dtype, sizes, memory), for logs and the record beside the output.
     """
 
-    def __init__(self, build: Callable[[], tuple[Worker, Scheduler]], check: bool = False) -> None:
-        """Runs `build` and then the loop in a new thread; returns, or raises, when `build` does."""
+    def __init__(
+        self, build: Callable[[], tuple[Worker, Scheduler]], check: bool = False, adaptive: bool = False
+    ) -> None:
+        """Runs `build` and then the loop in a new thread; returns, or raises, when `build` does.
+
+        `adaptive`: steps make as many drafts as pay, up to the scheduler's number.
+        """
         self._outputs: queue.SimpleQueue[list[EngineOutput] | BaseException] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._labels: StepLabels | None = None
+        self._draft_length: DraftLength | None = None
         self._ready = threading.Event()
         start = time.perf_counter()
-        self._thread = threading.Thread(target=self._run, args=(build, check), name="engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(build, check, adaptive), name="engine", daemon=True)
         self._thread.start()
         try:
             self._ready.wait()
@@ -126,13 +133,21 @@ class EngineClient:
             kv = KVBlockManager(worker.budget.num_blocks, config.block_size, config.max_model_len, caching)
             return worker, Scheduler(_scheduler_config(recipe, worker, eos_token_ids), kv)
 
-        return cls(build, check)
+        return cls(build, check, recipe.speculation.adaptive)
 
-    def _run(self, build: Callable[[], tuple[Worker, Scheduler]], check: bool) -> None:
+    def _run(self, build: Callable[[], tuple[Worker, Scheduler]], check: bool, adaptive: bool) -> None:
         try:
             self._worker, self._scheduler = build()
             executor = UniProcExecutor(self._worker)
-            self._core = EngineCore(self._scheduler, executor, self._outputs.put, check_every_step=check)
+            if adaptive and self._scheduler.draft_limit:
+                self._draft_length = DraftLength(self._scheduler.draft_limit)
+            self._core = EngineCore(
+                self._scheduler,
+                executor,
+                self._outputs.put,
+                check_every_step=check,
+                draft_length=self._draft_length,
+            )
             self._ready.set()
             self._core.run_busy_loop()
             executor.shutdown()
@@ -191,6 +206,10 @@ class EngineClient:
             "preemptions": self._scheduler.num_preemptions,
             "kv_usage": 1 - pool.num_free_blocks / (pool.num_blocks - 1),
         }
+
+    def draft_lengths(self) -> dict[int, int]:
+        """Drafts a step that were found to pay most, by the largest number of rows they go for; {} if K is fixed."""
+        return self._draft_length.best if self._draft_length is not None else {}
 
     def start_up(self) -> StartUp:
         """Where the time went since the engine was begun: graphs and kernels are made when they are first used."""

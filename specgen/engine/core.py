@@ -7,7 +7,8 @@
        │  ├─ Scheduler.schedule              who runs, how many tokens, slots with lookahead
        │  ├─ Executor.execute_model          target forward; the worker keeps the hidden states
        │  ├─ Executor.sample_tokens          sample, verify, update, propose the next drafts
-       │  └─ Scheduler.update_from_output    append, stop checks, publish full blocks
+       │  ├─ Scheduler.update_from_output    append, stop checks, publish full blocks
+       │  └─ DraftLength.step_done           how many drafts the next steps make, where that may change
        └─ post_step                          drafts back to the scheduler (synchronous mode only)
 
 With asynchronous scheduling a second step is scheduled from optimistic counts while the first one runs.
@@ -21,9 +22,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from specgen.engine.draft_length import DraftLength
 from specgen.engine.executor import Executor, StepResult
 from specgen.engine.request import EngineOutput, EngineRequest
-from specgen.engine.scheduler import Scheduler, SchedulerOutput
+from specgen.engine.scheduler import ModelRunnerOutput, Scheduler, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -60,14 +62,19 @@ class EngineCore:
         executor: Executor,
         on_outputs: Callable[[list[EngineOutput]], None],
         check_every_step: bool = False,
+        draft_length: DraftLength | None = None,
     ) -> None:
-        """The loop runs in the thread that calls `run_busy_loop`, and calls `on_outputs` from it."""
+        """The loop runs in the thread that calls `run_busy_loop`, and calls `on_outputs` from it.
+
+        `draft_length` chooses how many drafts a step makes; None: the scheduler's number.
+        """
         self.scheduler = scheduler
         self.executor = executor
         self.input_queue: queue.SimpleQueue[Input] = queue.SimpleQueue()
         self.num_steps = 0
         self._on_outputs = on_outputs
         self._check_every_step = check_every_step
+        self._draft_length = draft_length
         self._batch_queue: deque[tuple[SchedulerOutput, StepResult]] = deque()
         self._last_step: SchedulerOutput | None = None
         self._stopping = False
@@ -129,7 +136,15 @@ class EngineCore:
         result = self.executor.sample_tokens().get()
         self.num_steps += 1
         self._last_step = step
-        return step.ended + self.scheduler.update_from_output(step, result)
+        return step.ended + self._take(step, result)
+
+    def _take(self, step: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineOutput]:
+        """Hands a step's results to the scheduler."""
+        outputs = self.scheduler.update_from_output(step, result)
+        if self._draft_length is not None:
+            self._draft_length.step_done(step, result.num_accepted)
+            self.scheduler.draft_limit = self._draft_length.limit
+        return outputs
 
     def post_step(self) -> None:
         """Hands the new drafts to the scheduler (synchronous mode; else they never leave the device)."""
@@ -153,4 +168,4 @@ class EngineCore:
             assert ended or not self.scheduler.has_requests(), "requests are waiting and nothing can be scheduled"
             return ended
         step, result = self._batch_queue.popleft()
-        return ended + self.scheduler.update_from_output(step, result.get())
+        return ended + self._take(step, result.get())

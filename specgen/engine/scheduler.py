@@ -87,12 +87,14 @@ class ScheduledRow(NamedTuple):
 class SchedulerOutput:
     """One step: rows in batch order, and how many drafts are of use after it (`num_spec_tokens`).
 
-    `ended`: last outputs of requests that ended for want of blocks.
+    `draft_limit`: how many drafts a row could have at most. `ended`: last outputs of requests that ended for want of
+    blocks.
     """
 
     rows: list[ScheduledRow] = field(default_factory=list)
     new_rows: list[NewRow] = field(default_factory=list)
     num_spec_tokens: int = 0
+    draft_limit: int = 0
     ended: list[EngineOutput] = field(default_factory=list)
 
     @property
@@ -140,6 +142,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
+        self.draft_limit = config.num_speculative_tokens  # of the steps scheduled next; may change at any time
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
 
     def has_requests(self) -> bool:
@@ -198,7 +201,7 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """The next step. Counts advance as if all its drafts were accepted; `update_from_output` corrects them."""
-        out = SchedulerOutput()
+        out = SchedulerOutput(draft_limit=self.draft_limit)
         budget, any_preempted = self._schedule_running(out, self.config.max_num_batched_tokens)
         if not any_preempted:
             self._schedule_waiting(out, budget)
@@ -309,7 +312,7 @@ class Scheduler:
 
     def _num_usable_drafts(self, request: Request) -> int:
         """Drafts that the step after this (sampling) one can still verify."""
-        return max(0, min(self.config.num_speculative_tokens, request.num_tokens_left - 2))
+        return max(0, min(self.draft_limit, request.num_tokens_left - 2))
 
     def _take(self, request: Request, row: ScheduledRow, out: SchedulerOutput) -> None:
         """Advances the request's counts over a row that was allocated."""

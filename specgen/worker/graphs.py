@@ -1,9 +1,9 @@
 """Decode steps as one CUDA graph launch each, from input preparation to the next drafts.
 
-A step fits a graph when every row feeds its last token and at most K drafts. Rows are padded to a ladder of batch
-sizes with slot -1, which every kernel skips; each row to K drafts with -1, which is never accepted. The graph's only
-inputs are which slot each row is and how many drafts count; everything else is on the device already. Graphs are
-captured when a size is first used, for the processors that its rows need and the length of the longest.
+A step fits a graph when every row feeds its last token and drafts. Rows are padded to a ladder of batch sizes with slot
+-1, which every kernel skips; each row to the same number of drafts, K, with -1, which is never accepted. The graph's
+only inputs are which slot each row is and how many drafts count; everything else is on the device already. Graphs are
+captured when a size is first used, for its K, the processors that its rows need and the length of the longest.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ Result = TypeVar("Result")
 
 
 class StepTokens(NamedTuple):
-    """What a step gives: `sampled [B, K+1] int64`, `num_sampled [B] int32`; if any row wants log-probabilities, the
-    token `[N] int64` of each logits row with them."""
+    """What a step gives: `sampled [B, most drafts + 1] int64`, `num_sampled [B] int32`; if any row wants
+    log-probabilities, the token `[N] int64` of each logits row with them."""
 
     sampled: torch.Tensor
     num_sampled: torch.Tensor
     judged: tuple[torch.Tensor, Logprobs] | None = None
 
-    def first(self, num_rows: int) -> StepTokens:
-        """Of the first rows only, all of which have K + 1 logits rows."""
-        judged, num_logits = self.judged, num_rows * self.sampled.shape[1]
+    def first(self, num_rows: int, num_drafts: int) -> StepTokens:
+        """Of the first rows only, all of which have so many drafts and one logits row more."""
+        judged, num_logits = self.judged, num_rows * (num_drafts + 1)
         if judged is not None:
             judged = judged[0][:num_logits], Logprobs(*(tensor[:num_logits] for tensor in judged[1]))
         return StepTokens(self.sampled[:num_rows], self.num_sampled[:num_rows], judged)
 
 
-RunStep = Callable[[InputBatch], StepTokens]
+RunStep = Callable[[InputBatch, int], StepTokens]
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:
@@ -98,25 +98,23 @@ class _Graph(NamedTuple):
 
 
 class DecodeGraphs:
-    """The captured steps of one runner. `run_step` is the whole step after its inputs are prepared."""
+    """The captured steps of one runner. `run_step(batch, K)` is the whole step after its inputs are prepared."""
 
     def __init__(
         self,
         run_step: RunStep,
         states: RequestStates,
         max_num_seqs: int,
-        num_drafts: int,
         block_size: int,
         pool: tuple[int, int],
     ) -> None:
-        """`num_drafts` is K; `block_size` in tokens; `pool` is memory shared with other graphs of the same stream."""
+        """`block_size` in tokens; `pool` is memory shared with other graphs of the same stream."""
         self._run_step = run_step
         self._states = states
         self._sizes = batch_sizes(max_num_seqs)
-        self._num_drafts = num_drafts
         self._block_size = block_size
         self._max_seq_len = states.block_tables.shape[1] * block_size
-        self._graphs: dict[tuple[int, int, ProcessorNeeds], _Graph] = {}
+        self._graphs: dict[tuple[int, int, int, ProcessorNeeds], _Graph] = {}
         self._pool = pool
         self.capture_seconds = 0.0
 
@@ -125,12 +123,15 @@ class DecodeGraphs:
         """Graphs so far, which took `capture_seconds`."""
         return len(self._graphs)
 
-    def run(self, rows: list[ScheduledRow], needs: ProcessorNeeds) -> StepTokens:
-        """Launches the step of `rows`, all of which only decode; what it gives is valid until the next launch."""
+    def run(self, rows: list[ScheduledRow], num_drafts: int, needs: ProcessorNeeds) -> StepTokens:
+        """Launches the step of `rows`, all of which only decode, with room for so many drafts before and after it.
+
+        What it gives is valid until the next launch.
+        """
         size = next(s for s in self._sizes if s >= len(rows))
-        longest = max(row.num_computed_after for row in rows) + self._num_drafts
+        longest = max(row.num_computed_after for row in rows) + num_drafts
         max_seq_len = rounded_seq_len(longest, self._max_seq_len)
-        key = (size, max_seq_len, needs)
+        key = (size, num_drafts, max_seq_len, needs)
         if key not in self._graphs:
             self._graphs[key] = self._capture(*key)
         captured = self._graphs[key]
@@ -139,22 +140,24 @@ class DecodeGraphs:
         inputs[1, : len(rows)] = [row.num_draft_tokens for row in rows]
         captured.inputs.copy_(to_device(inputs, self._states.device))
         captured.graph.replay()
-        return captured.tokens.first(len(rows))
+        return captured.tokens.first(len(rows), num_drafts)
 
-    def _capture(self, size: int, max_seq_len: int, needs: ProcessorNeeds) -> _Graph:
+    def _capture(self, size: int, num_drafts: int, max_seq_len: int, needs: ProcessorNeeds) -> _Graph:
         start = time.perf_counter()
         inputs = torch.full((2, size), -1, dtype=torch.int32, device=self._states.device)
-        layout = self._layout(size)
-        graph, tokens = capture(  # padded rows change nothing
-            lambda: self._run_step(self._uniform_batch(inputs, layout, max_seq_len, needs)), self._pool
-        )
+        layout = self._layout(size, num_drafts + 1)
+
+        def run_step() -> StepTokens:
+            return self._run_step(self._uniform_batch(inputs, layout, max_seq_len, needs), num_drafts)
+
+        graph, tokens = capture(run_step, self._pool)  # padded rows change nothing
         seconds = time.perf_counter() - start
         self.capture_seconds += seconds
-        logger.debug("captured a decode step of %d rows in %.2f s", size, seconds)
+        logger.debug("captured a decode step of %d rows with %d drafts in %.2f s", size, num_drafts, seconds)
         return _Graph(graph, inputs, layout, tokens)
 
-    def _layout(self, size: int) -> _Layout:
-        width, device = self._num_drafts + 1, self._states.device
+    def _layout(self, size: int, width: int) -> _Layout:
+        device = self._states.device
         bounds = torch.arange(size + 1, dtype=torch.int32, device=device) * width
         local = torch.arange(width, dtype=torch.int32, device=device).repeat(size)
         return _Layout(bounds, local, (bounds[:-1] + 1).repeat_interleave(width))
@@ -163,10 +166,11 @@ class DecodeGraphs:
         self, inputs: torch.Tensor, layout: _Layout, max_seq_len: int, needs: ProcessorNeeds
     ) -> InputBatch:
         """K + 1 tokens a row, from device values alone: `inputs[0]` are the rows' slots, `inputs[1]` their drafts."""
-        s, width = self._states, self._num_drafts + 1
+        s = self._states
         slots, num_drafts = inputs
         idx_mapping = live_slots(slots, s.finished)  # a row that ended is a padded row
         size = len(idx_mapping)
+        width = len(layout.local) // size
         prepared = prepare_inputs(
             idx_mapping,
             layout.bounds,

@@ -42,10 +42,11 @@ class ForwardStep(NamedTuple):
 
 
 class LaunchedStep(NamedTuple):
-    """A step that runs to its end as one graph."""
+    """A step that runs to its end as one graph, whose rows have room for `num_drafts` each."""
 
     tokens: StepTokens
     rows: list[ScheduledRow]
+    num_drafts: int
 
 
 class LogitsSeen(NamedTuple):
@@ -149,7 +150,7 @@ class ModelRunner:
         """Runs decode steps of up to `max_num_seqs` rows as CUDA graphs from now on, of other steps the target."""
         block_size, k = self.kv_caches.shape[2], self.num_speculative_tokens
         pool = torch.cuda.graph_pool_handle()
-        self.graphs = DecodeGraphs(self._run_step, self.states, max_num_seqs, k, block_size, pool)
+        self.graphs = DecodeGraphs(self._run_step, self.states, max_num_seqs, block_size, pool)
         self.forward_graphs = ForwardGraphs(self._forward, max_num_seqs, max_num_tokens, self.max_model_len + k, pool)
 
     def _forward(self, input_ids: torch.Tensor, context: AttentionContext) -> torch.Tensor:
@@ -170,7 +171,8 @@ class ModelRunner:
             needs = self.combinations.settle(needs)
         if self.graphs is not None and decode_rows:
             self.timer.begin("graph")
-            self._state = LaunchedStep(self.graphs.run(step.rows, needs), step.rows)
+            num_drafts = max(step.draft_limit, *(row.num_draft_tokens for row in step.rows))
+            self._state = LaunchedStep(self.graphs.run(step.rows, num_drafts, needs), step.rows, num_drafts)
             self.timer.end()
             return
         self.timer.begin("target")
@@ -187,8 +189,8 @@ class ModelRunner:
         state, self._state = self._state, None
         assert state is not None, "execute_model comes first"
         if isinstance(state, LaunchedStep):
-            width = self.num_speculative_tokens + 1
-            judged = self._sampled_logprobs(state.tokens.judged, state.rows, [width] * len(state.rows))
+            num_logits = [state.num_drafts + 1] * len(state.rows)
+            judged = self._sampled_logprobs(state.tokens.judged, state.rows, num_logits)
             return SampledStep(state.tokens.sampled, state.tokens.num_sampled, judged)
         self.timer.begin("sampling")
         sampled, num_sampled, num_rejected = self._verify(state.batch, state.hidden)
@@ -218,15 +220,15 @@ class ModelRunner:
         wanted = [int(self.states.num_wanted[row.slot]) for row in rows]
         return SampledLogprobs(to_host(*judged), np.cumsum([0, *num_logits]).tolist(), wanted)
 
-    def _run_step(self, batch: InputBatch) -> StepTokens:
-        """The whole step, as a graph captures it."""
+    def _run_step(self, batch: InputBatch, num_drafts: int) -> StepTokens:
+        """The whole step, as a graph captures it, up to so many drafts for the next one."""
         self.timer.mark_captured("target")
         hidden = self.target(batch.input_ids, batch.context, self.kv_caches)
         self.timer.mark_captured("sampling")
         sampled, num_sampled, num_rejected = self._verify(batch, hidden)
         self.timer.mark_captured("draft")
         if self.drafter is not None:
-            self.drafter.propose(batch, hidden, num_sampled, num_rejected, self.num_speculative_tokens)
+            self.drafter.propose(batch, hidden, num_sampled, num_rejected, num_drafts)
         self.timer.mark_captured("")
         return StepTokens(sampled, num_sampled, self._take_judged())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Any
 import torch
 
 from specgen.engine.core import Abort, Add, EngineCore, Stop
+from specgen.engine.draft_length import DraftLength
 from specgen.engine.executor import UniProcExecutor
 from specgen.engine.kv_blocks import KVBlockManager
 from specgen.engine.request import EngineOutput, EngineRequest, StopCheck, TokenLogprob
-from specgen.engine.scheduler import Scheduler, SchedulerConfig
+from specgen.engine.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
 from specgen.models.cheap_drafts import AS_LOADED, CheapDrafts
 from specgen.models.config import read_config
 from specgen.sampling_params import SamplingParams
@@ -77,6 +79,17 @@ def oracle(
     return scripted(lambda seed, committed: [change(t) for t in texts.get(seed, [])[len(committed) :]])
 
 
+class Restless(DraftLength):
+    """Another number of drafts after every step, whatever the steps took."""
+
+    def __init__(self, most: int, rng: random.Random) -> None:
+        super().__init__(most)
+        self._rng = rng
+
+    def step_done(self, step: SchedulerOutput, num_accepted: Sequence[int]) -> None:
+        self.limit = self._rng.randint(0, self.most)
+
+
 class Harness:
     """An engine over a model folder whose loop runs when a test says so."""
 
@@ -102,6 +115,7 @@ class Harness:
         keeps_float8: bool = False,
         cheap_drafts: CheapDrafts = AS_LOADED,
         kv_dtype: torch.dtype | None = None,
+        draft_length: DraftLength | None = None,
     ) -> None:
         model = read_config(folder)
         self.config = WorkerConfig(
@@ -136,7 +150,13 @@ class Harness:
         kv = KVBlockManager(num_blocks, block_size, self.config.max_model_len, prefix_caching)
         self.scheduler = Scheduler(scheduler_config, kv)
         self.outputs: list[EngineOutput] = []
-        self.core = EngineCore(self.scheduler, UniProcExecutor(self.worker), self.outputs.extend, check_every_step=True)
+        self.core = EngineCore(
+            self.scheduler,
+            UniProcExecutor(self.worker),
+            self.outputs.extend,
+            check_every_step=True,
+            draft_length=draft_length,
+        )
         self._next_id = 0
 
     def run(self, rows: Sequence[Row], abort: Iterable[int] = ()) -> list[Result]:
