@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import Harness, Result, Row, oracle, run_rows
+from harness import Harness, Restless, Result, Row, oracle, run_rows
 from tokenizers import Tokenizer
 
 from specgen.model_path import ASSETS, resolve_model
@@ -95,6 +95,15 @@ def test_preemption(folder: Path, rows: list[Row], ref: list[Result], asynchrono
     harness = Harness(folder, k=3, num_blocks=60, async_scheduling=asynchronous, max_num_seqs=48, **OPTIONS)
     assert_same(harness.run(rows), ref)
     assert harness.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_another_number_of_drafts_after_every_step(
+    folder: Path, rows: list[Row], ref: list[Result], asynchronous: bool
+) -> None:
+    restless = Restless(3, random.Random(2))
+    got = run_rows(folder, rows, k=3, max_num_seqs=64, async_scheduling=asynchronous, draft_length=restless, **OPTIONS)
+    assert_same(got, ref)
 
 
 def test_oracle_drafts(folder: Path, rows: list[Row], ref: list[Result]) -> None:

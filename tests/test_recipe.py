@@ -95,6 +95,7 @@ def test_a_folder_beside_the_recipe_does_not_hide_a_bundled_model(tmp_path: Path
         ("speculation: {dtype: fp8}\n", 1, ["speculation.dtype must be auto or float8, not 'fp8'"]),
         ("speculation: {vocab_size: 0}\n", 1, ["from 1 up (token ids), not 0 (null, all, is allowed too)"]),
         ("speculation: {method: ratios}\n", 1, ["did you mean 'ratio'"]),
+        ("speculation: {method: ratio, adaptive: true}\n", 1, ["speculation.adaptive can't go with", "how long steps"]),
         ("speculation: {method: synthetic}\n", 1, ["speculation.method: synthetic", "for specgen bench only"]),
         ("speculation:\n  acceptance: [0.5]\n", 2, ["speculation.acceptance has no effect", "specgen bench"]),
         ("speculation: {acceptance: [0.5, 0.6]}\n", 1, ["that do not rise", "not [0.5, 0.6]"]),
