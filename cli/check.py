@@ -3,13 +3,20 @@
 What it prints is a recipe file that can be run; everything else it found stands in comments.
 """
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Group
+from rich.progress_bar import ProgressBar
+from rich.text import Text
+
 from specgen.cli import codes
+from specgen.cli.live import Display, Shown, duration, failures
 from specgen.cli.render import Console, to_stdout
+from specgen.cli.run import note_size
 from specgen.errors import RecipeError, RowError
 from specgen.generation_config import declared_sampling, with_generation_config
 from specgen.job.inputs import MAX_SHOWN, Input, duplicates_error
@@ -29,8 +36,10 @@ if TYPE_CHECKING:
 _BAR_WIDTH = 40
 
 
-def check_recipe(recipe_path: Path, input_path: str | None, *, sets: Sequence[str]) -> int:
+def check_recipe(recipe_path: Path, input_path: str | None, *, sets: Sequence[str], progress: str, quiet: bool) -> int:
     """Print what a run would do and return the exit code: 3 if some rows would fail.
+
+    progress: how it is shown meanwhile, see `Display`.
 
     Raises: SpecgenError for what would stop a run before its first row, ids that are there twice included.
     """
@@ -64,7 +73,7 @@ def check_recipe(recipe_path: Path, input_path: str | None, *, sets: Sequence[st
     source = Input(recipe.input)
     if recipe.output.path is not None:
         check_output(recipe.output.path, inputs=source.files, patterns=source.patterns, recipe_path=recipe_path)
-    return _check_rows(recipe, source, folder, tokenizer, config, limit)
+    return _check_rows(recipe, source, folder, tokenizer, config, limit, Console(quiet=quiet), progress)
 
 
 def _declared(recipe: Recipe, folder: Path) -> str:
@@ -77,7 +86,14 @@ def _declared(recipe: Recipe, folder: Path) -> str:
 
 
 def _check_rows(
-    recipe: Recipe, source: Input, folder: Path, tokenizer: Tokenizer, config: "ModelConfig", limit: int
+    recipe: Recipe,
+    source: Input,
+    folder: Path,
+    tokenizer: Tokenizer,
+    config: "ModelConfig",
+    limit: int,
+    console: Console,
+    progress: str,
 ) -> int:
     template = chat_template_of(recipe, folder, needed=source.is_batch or recipe.input.messages is not None)
     planner = RowPlanner(recipe, is_batch=source.is_batch)
@@ -92,7 +108,8 @@ def _check_rows(
     )
     if template is not None:
         to_stdout(f"# chat template: {template.origin}\n")
-    console = Console()
+    note_size(console, source.files, "rows")
+    total = source.scan().rows if source.can_be_read_twice else None
     duplicates: list[str] = []  # the first of them
     num_told: Counter[str] = Counter()
 
@@ -105,19 +122,47 @@ def _check_rows(
             duplicates.append(str(error))
 
     rows = source.rows(unique_ids=recipe.input.duplicate_ids == "refuse")
-    found = survey(
-        planner.plans(rows),
-        prompts,
-        max_model_len=limit,
-        num_at_once=recipe.engine.max_num_seqs,
-        on_bad=on_bad,
-    )
+    started = time.perf_counter()
+    with Display(console, progress) as display:
+        found = survey(
+            planner.plans(rows),
+            prompts,
+            max_model_len=limit,
+            num_at_once=recipe.engine.max_num_seqs,
+            on_bad=on_bad,
+            on_row=lambda found: display.update(lambda: _shown(found, total, time.perf_counter() - started)),
+        )
     if not found.rows:
         raise no_rows(source.name)
     to_stdout("".join(f"# {line}\n" for line in _lines(found, source, rows.blank_lines, config, recipe.model.kv_dtype)))
     if duplicates and source.can_be_read_twice:
         raise duplicates_error(num_told["duplicate_id"], duplicates, source.name)
     return codes.FAILED_ROWS if found.bad else codes.OK
+
+
+def _shown(found: Survey, total: int | None, seconds: float) -> Shown:
+    """Return how far the rows were looked at after so many seconds. total: how many there are, None if not known."""
+    rate = found.rows / seconds
+    left = None if total is None else round((total - found.rows) / rate, 1)
+    figures: dict[str, object] = {
+        "seconds": round(seconds, 3),
+        "rows": found.rows,
+        "rows_total": total,
+        "rows_per_second": round(rate, 1),
+        "eta_seconds": left,
+        "prompt_tokens": found.prompt_tokens,
+        "failed": found.bad,
+        "error_codes": dict(sorted(found.error_codes.items())),
+    }
+    place = f"{found.rows:,}" + (f" of {total:,}" if total is not None else "")
+    parts = [f"rows looked at: {place}", f"{rate:,.0f} rows/s", f"{found.prompt_tokens:,} tokens"]
+    if left is not None:
+        parts.append(f"{duration(left)} left")
+    if found.bad:
+        parts.append(failures(found.error_codes))
+    bar = ProgressBar(total=total, completed=found.rows, width=_BAR_WIDTH) if total is not None else Text("")
+    line = ", ".join(parts)
+    return Shown(figures, line, Group(bar, Text(line)))
 
 
 def _lines(found: Survey, source: Input, blank_lines: int, config: "ModelConfig", kv_dtype: str) -> list[str]:

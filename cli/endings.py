@@ -11,7 +11,10 @@ from specgen.cli import codes
 
 @contextlib.contextmanager
 def exit_codes() -> Iterator[None]:
-    """End a command with our exit code where typer has its own: for an interruption, and a reader who left."""
+    """End a command with our exit code where typer has its own: for an interruption, and a reader who left.
+
+    Put on the whole command: its imports take long enough to be interrupted.
+    """
     try:
         yield
     except KeyboardInterrupt:

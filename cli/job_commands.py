@@ -3,25 +3,16 @@
 Knows arguments and help texts; what a command does is in the module of its name, imported when it runs.
 """
 
-import enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from specgen.cli.endings import exit_codes
-from specgen.cli.options import InputFile, JsonFile, RecipeFile, Sets
+from specgen.cli.options import InputFile, JsonFile, Progress, ProgressMode, RecipeFile, Sets
 
 
-class ProgressMode(enum.Enum):
-    """How `specgen run` shows where it stands."""
-
-    AUTO = "auto"
-    LINES = "lines"
-    JSON = "json"
-    NONE = "none"
-
-
+@exit_codes()
 def run(
     recipe: RecipeFile,
     input_path: InputFile = None,
@@ -44,13 +35,7 @@ def run(
         Path | None,
         typer.Option(help="Write the run's statistics there, as JSON (an old file is replaced); - is stdout."),
     ] = None,
-    progress: Annotated[
-        ProgressMode,
-        typer.Option(
-            help="auto: a live view on a terminal, a line every 5 seconds elsewhere. lines: those anywhere. json: an"
-            " object every 5 seconds and at the end. All on stderr."
-        ),
-    ] = ProgressMode.AUTO,
+    progress: Progress = ProgressMode.AUTO,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no summary; warnings stay.")] = False,
 ) -> None:
     """Run a recipe, or what an earlier run left: one output line for every answer, whatever happened to the row."""
@@ -59,20 +44,26 @@ def run(
     flags = RunFlags(
         stats_path=stats, fresh=fresh, retry_failed=retry_failed, shard=shard, quiet=quiet, progress=progress.value
     )
-    with exit_codes():
-        code = run_recipe(recipe, input_path, output, sets or (), flags)
+    code = run_recipe(recipe, input_path, output, sets or (), flags)
     raise typer.Exit(code)
 
 
-def check(recipe: RecipeFile, input_path: InputFile = None, sets: Sets = None) -> None:
+@exit_codes()
+def check(
+    recipe: RecipeFile,
+    input_path: InputFile = None,
+    sets: Sets = None,
+    progress: Progress = ProgressMode.AUTO,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress; warnings stay.")] = False,
+) -> None:
     """Show the resolved recipe with each value's origin, and look at model and rows without loading weights."""
     from specgen.cli.check import check_recipe
 
-    with exit_codes():
-        code = check_recipe(recipe, input_path, sets=sets or ())
+    code = check_recipe(recipe, input_path, sets=sets or (), progress=progress.value, quiet=quiet)
     raise typer.Exit(code)
 
 
+@exit_codes()
 def merge(
     output: Annotated[str, typer.Argument(help="The output to make, as NAME.jsonl.", show_default=False)],
     parts: Annotated[
@@ -83,11 +74,11 @@ def merge(
     """Put the outputs of `run --shard` together, in the order of the input, checked for gaps and doubles."""
     from specgen.cli.merge import merge_outputs
 
-    with exit_codes():
-        code = merge_outputs(output, parts or ())
+    code = merge_outputs(output, parts or ())
     raise typer.Exit(code)
 
 
+@exit_codes()
 def report(
     output: Annotated[str, typer.Argument(help="An output of `specgen run`.", show_default=False)],
     page: Annotated[
@@ -107,6 +98,5 @@ def report(
     """Show what an output says about its run: acceptance, lengths, endings, failures, the manifest; one HTML page."""
     from specgen.cli.report import report_output
 
-    with exit_codes():
-        code = report_output(output, page=page, json_path=json_path, by=by or ())
+    code = report_output(output, page=page, json_path=json_path, by=by or ())
     raise typer.Exit(code)

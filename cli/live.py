@@ -1,12 +1,13 @@
-"""What a person, or a program, sees while a job runs: a live view on a terminal, lines elsewhere, or JSON lines."""
+"""What a person, or a program, sees while something runs: a live view on a terminal, lines elsewhere, or JSON lines."""
 
 import json
 import time
 from collections import deque
+from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -26,44 +27,77 @@ _NOW_SECONDS = 10.0
 _BAR_WIDTH = 30
 
 
-class ProgressView:
-    """Shows a job's progress while it is entered.
+class Shown(NamedTuple):
+    """Where something stands: as plain JSON values, as a line of text, and as a table."""
+
+    figures: dict[str, object]
+    line: str
+    panel: RenderableType
+
+
+class Display:
+    """Shows where something stands while it is entered.
 
     mode: `auto` is a live view on a terminal and a line every few seconds elsewhere, `lines` is lines anywhere, `json`
     a JSON object a line, and one at the end, `none` nothing. shares_terminal: lines of data appear there too, so no
     view is drawn.
     """
 
-    def __init__(self, console: Console, mode: str, session: "Session", *, shares_terminal: bool = False) -> None:
+    def __init__(self, console: Console, mode: str, *, shares_terminal: bool = False) -> None:
         self._console = console
-        self._session = session
         self._mode = "none" if console.quiet and mode == "auto" else mode
-        self._recent: deque[tuple[float, int]] = deque()
         self._last_shown = time.perf_counter()
-        self._last: Progress | None = None
+        self._last: Callable[[], Shown] | None = None
         self._live: Live | None = None
         is_screen = console.rich.is_terminal and not console.rich.is_dumb_terminal
         if self._mode == "auto" and is_screen and not shares_terminal:
             self._live = Live(console=console.rich, transient=True, auto_refresh=False)
 
-    def update(self, progress: "Progress") -> None:
-        """Show where the job stands; called often, so it does little."""
-        self._last = progress
+    def update(self, look: Callable[[], Shown]) -> None:
+        """Show what `look` returns, if it is time to; called often, so it does little."""
+        self._last = look
         now = time.perf_counter()
         interval = _VIEW_SECONDS if self._live is not None else _LINE_SECONDS
         if self._mode == "none" or now - self._last_shown < interval:
             return
         self._last_shown = now
-        figures = self._figures(progress)
+        shown = look()
         if self._live is not None:
-            self._live.update(_panel(figures, progress), refresh=True)
+            self._live.update(shown.panel, refresh=True)
         elif self._mode == "json":
-            to_stderr(json.dumps({"event": "progress", **figures}))
+            to_stderr(json.dumps({"event": "progress", **shown.figures}))
         else:
-            self._console.show(_line(figures, progress), style="dim")
+            self._console.show(shown.line, style="dim")
+
+    def __enter__(self) -> "Display":
+        """Start showing."""
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Take the view away; programs are told where it ended."""
+        if self._live is not None:
+            self._live.stop()
+        if self._mode == "json" and self._last is not None:
+            to_stderr(json.dumps({"event": "end", **self._last().figures}))
+
+
+class JobFigures:
+    """What there is to show of a job: see `shown`."""
+
+    def __init__(self, session: "Session") -> None:
+        self._session = session
+        self._recent: deque[tuple[float, int]] = deque()
+
+    def shown(self, progress: "Progress") -> Shown:
+        """Return where the job stands."""
+        figures = self._figures(progress)
+        return Shown(figures, _line(figures, progress), _panel(figures, progress))
 
     def _figures(self, progress: "Progress") -> dict[str, object]:
-        """Return what is shown, as plain JSON values."""
         self._recent.append((progress.seconds, progress.completion_tokens))
         while len(self._recent) > 2 and progress.seconds - self._recent[0][0] > _NOW_SECONDS:
             self._recent.popleft()
@@ -93,21 +127,6 @@ class ProgressView:
             "acceptance_per_pos": [round(rate, 4) for rate in spec.acceptance_per_pos],
         }
 
-    def __enter__(self) -> "ProgressView":
-        """Start showing."""
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Take the view away; programs are told where the job ended."""
-        if self._live is not None:
-            self._live.stop()
-        if self._mode == "json" and self._last is not None:
-            to_stderr(json.dumps({"event": "end", **self._figures(self._last)}))
-
 
 def _eta(progress: "Progress", num_left: int | None, samples_a_row: int, most: int | None, rate: float) -> float | None:
     """Return the seconds left: tokens that are still to come, at the speed of now.
@@ -132,15 +151,16 @@ def _line(figures: dict[str, object], progress: "Progress") -> str:
         f"{figures['waiting']:,} waiting",
     ]
     if figures["eta_seconds"] is not None:
-        parts.append(f"{_duration(figures['eta_seconds'])} left")
+        parts.append(f"{duration(figures['eta_seconds'])} left")
     if progress.failed:
-        parts.append(_failed(progress))
+        parts.append(failures(progress.error_codes))
     return ", ".join(parts)
 
 
-def _failed(progress: "Progress") -> str:
-    codes = ", ".join(f"{code} × {count:,}" for code, count in sorted(progress.error_codes.items()))
-    return f"{progress.failed:,} failed" + (f" ({codes})" if codes else "")
+def failures(counts: Mapping[str, int]) -> str:
+    """Return how many failed, and of what."""
+    codes = ", ".join(f"{code} × {count:,}" for code, count in sorted(counts.items()))
+    return f"{sum(counts.values()):,} failed" + (f" ({codes})" if codes else "")
 
 
 def _panel(figures: dict[str, object], progress: "Progress") -> Group:
@@ -150,10 +170,10 @@ def _panel(figures: dict[str, object], progress: "Progress") -> Group:
     bar = ProgressBar(total=total, completed=done, width=_BAR_WIDTH) if isinstance(total, int) else Text("")
     of_total = f"{done:,} of {total:,}" if isinstance(total, int) else f"{done:,}"
     eta = figures["eta_seconds"]
-    left = f", {_duration(eta)} left" if eta is not None else ""
-    table.add_row("rows", bar, f"{of_total}, {_duration(progress.seconds)}{left}")
+    left = f", {duration(eta)} left" if eta is not None else ""
+    table.add_row("rows", bar, f"{of_total}, {duration(progress.seconds)}{left}")
     samples = f"{progress.samples_done:,} answers, " if progress.samples_done != progress.rows_done else ""
-    table.add_row("", "", f"{samples}{_failed(progress)}")
+    table.add_row("", "", f"{samples}{failures(progress.error_codes)}")
     table.add_row(
         "tokens/s",
         f"{figures['tokens_per_second']:,.0f} now",
@@ -168,7 +188,8 @@ def _panel(figures: dict[str, object], progress: "Progress") -> Group:
     return Group(table)
 
 
-def _duration(seconds: object) -> str:
+def duration(seconds: object) -> str:
+    """Return seconds as m:ss or h:mm:ss."""
     total = int(float(str(seconds)))
     hours, minutes = total // 3600, total // 60 % 60
     return f"{hours}:{minutes:02d}:{total % 60:02d}" if hours else f"{minutes}:{total % 60:02d}"

@@ -40,20 +40,27 @@ app.command(epilog=model_commands.VERIFY_RULE)(model_commands.verify)
 app.command(epilog=model_commands.ACCEPTANCE_WAYS)(model_commands.acceptance)
 
 
-class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Logs to whatever sys.stderr is at the time: a progress bar stands in for it while it is shown."""
+class _WarningHandler(logging.Handler):
+    """Shows what is logged as the console shows warnings; of other packages, and of what is no warning, with its name.
+
+    Writes to whatever sys.stderr is at the time: a live view stands in for it while it is shown.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record."""
-        if sys.stderr is not None:
-            self.stream = sys.stderr
-            super().emit(record)
+        from specgen.cli.render import PlainConsole
+
+        is_ours = record.name.partition(".")[0] == "specgen" and record.levelno >= logging.WARNING
+        source = "" if is_ours else f"{record.name}: "
+        console = PlainConsole(stderr=True)
+        with console.capture() as shown:
+            text = f"{record.levelname.lower()}: {source}{self.format(record)}"
+            console.print(text, style="yellow", soft_wrap=True)
+        to_stderr(shown.get().rstrip("\n"))
 
 
 def _set_up_logging(*, debug: bool) -> None:
-    handler = _StderrHandler()
-    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    logging.basicConfig(handlers=[_WarningHandler()], format="%(message)s", level=logging.WARNING, force=True)
     logger.setLevel(logging.DEBUG if debug else logging.WARNING)
 
 

@@ -44,6 +44,7 @@ class Against(enum.Enum):
     TRANSFORMERS = "transformers"
 
 
+@exit_codes()
 def bench(
     num_spec_tokens: opts.Drafts = None,
     recipe: opts.Recipe = None,
@@ -87,10 +88,10 @@ def bench(
         trace_path=trace,
         with_peer=with_peer,
     )
-    with exit_codes():
-        bench_recipe(flags, {key: value for key, value in keys.items() if value is not None})
+    bench_recipe(flags, {key: value for key, value in keys.items() if value is not None})
 
 
+@exit_codes()
 def profile(
     model: opts.Model = None,
     config: opts.Config = None,
@@ -118,10 +119,10 @@ def profile(
         sets=sets or (),
         json_path=json_path,
     )
-    with exit_codes():
-        profile_kernels(flags, ProfileFlags(rows, context, top, traces, markdown))
+    profile_kernels(flags, ProfileFlags(rows, context, top, traces, markdown))
 
 
+@exit_codes()
 def verify(
     recipe: RecipeFile,
     rows: Annotated[int, typer.Option(min=1, help="Rows of the input to use.")] = 32,
@@ -138,11 +139,11 @@ def verify(
     """Compare the tokens of a recipe's run with a plainer way to compute them; show each row's first difference."""
     from specgen.cli.verify import verify_recipe
 
-    with exit_codes():
-        code = verify_recipe(recipe, against=against.value, sets=sets or (), num_rows=rows, json_path=json_path)
+    code = verify_recipe(recipe, against=against.value, sets=sets or (), num_rows=rows, json_path=json_path)
     raise typer.Exit(code)
 
 
+@exit_codes()
 def acceptance(
     recipe: RecipeFile,
     rows: Annotated[int, typer.Option(min=1, help="Rows of the input to use.")] = 64,
@@ -161,19 +162,20 @@ def acceptance(
     """Count accepted drafts on the same rows, by the way drafts are drawn and judged."""
     from specgen.cli.acceptance import acceptance_of
 
-    with exit_codes():
-        code = acceptance_of(
-            recipe, sets=sets or (), num_rows=rows, temperatures=temperatures or (), json_path=json_path
-        )
+    code = acceptance_of(recipe, sets=sets or (), num_rows=rows, temperatures=temperatures or (), json_path=json_path)
     raise typer.Exit(code)
 
 
+@exit_codes()
 def inspect(
     model: Annotated[str, typer.Argument(help="A known model's name, a folder or a hub id.", show_default=False)],
     head: Annotated[
         str | None, typer.Option(help="A draft head in place of the model's own: a name, a folder or a hub id.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16: what the weights are counted in.")] = "auto",
+    float8: Annotated[
+        str, typer.Option(help="dequantise or keep: what becomes of weights that are stored in FP8.")
+    ] = "dequantise",
     kv_dtype: Annotated[str, typer.Option(help="auto (as --dtype) or float8: what the KV is counted in.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     self_test: Annotated[
@@ -185,8 +187,7 @@ def inspect(
     """Show what is in a model's folder, whether it fits on this machine, and whether its draft head works."""
     from specgen.cli.inspect import inspect_folder
 
-    with exit_codes():
-        section = ModelSection(path=model, dtype=dtype, device=device, kv_dtype=kv_dtype)
-        code = inspect_folder(section, head, self_test=self_test, strict=strict, as_json=as_json)
+    section = ModelSection(path=model, dtype=dtype, device=device, float8=float8, kv_dtype=kv_dtype)
+    code = inspect_folder(section, head, self_test=self_test, strict=strict, as_json=as_json)
     if code:
         raise typer.Exit(code)

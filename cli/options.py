@@ -1,5 +1,6 @@
 """What several commands share: their arguments."""
 
+import enum
 from pathlib import Path
 from typing import Annotated
 
@@ -17,5 +18,23 @@ JsonFile = Annotated[
     str | None,
     typer.Option(
         "--json", metavar="FILE", help="Write the figures there, as JSON (an old file is replaced); - is stdout."
+    ),
+]
+
+
+class ProgressMode(enum.Enum):
+    """How a command shows where it stands."""
+
+    AUTO = "auto"
+    LINES = "lines"
+    JSON = "json"
+    NONE = "none"
+
+
+Progress = Annotated[
+    ProgressMode,
+    typer.Option(
+        help="auto: a live view on a terminal, a line every 5 seconds elsewhere. lines: those anywhere. json: an object"
+        " every 5 seconds and at the end. All on stderr."
     ),
 ]

@@ -17,9 +17,11 @@ def report_output(output: str, *, page: str | None, json_path: str | None, by: S
     """
     if page is None and json_path is None:
         page = f"{output}.html"
-    for path, what, other in ((page, "page", json_path), (json_path, "JSON file", None)):
+    others = [output, *files_beside(output)]
+    for path, what in ((page, "page"), (json_path, "JSON file")):
         if path is not None:
-            check_replaceable(path, what, [output, *files_beside(output), other or "-"])
+            check_replaceable(path, what, others)
+            others.append(path)
     report = make_report(output, by)
     if json_path is not None:
         _write(json_path, json.dumps(report, indent=1, ensure_ascii=False) + "\n", "JSON file")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from specgen.cli import codes
 from specgen.cli.endings import to_stderr
-from specgen.cli.live import ProgressView
+from specgen.cli.live import Display, JobFigures
 from specgen.cli.load_view import LoadView
 from specgen.cli.render import Console, show_summary, to_stdout
 from specgen.cli.signals import Interrupts
@@ -91,9 +91,7 @@ def _run(
     from specgen.job.session import Session
 
     tokenizer = Tokenizer(folder)
-    size = sum(os.path.getsize(path) for path in (*rows.files, target.path) if os.path.isfile(path))
-    if size > _LARGE_BYTES:
-        console.note(f"looking through {size / 1e9:.1f} GB of rows and answers")
+    note_size(console, [*rows.files, target.path], "rows and answers")
     session = Session(recipe, folder, tokenizer, rows, target, retry_failed=flags.retry_failed, shard=shard)
     try:
         for note in session.notes:
@@ -121,6 +119,13 @@ def _run(
     return codes.FAILED_ROWS if stats.failed or target.journal.failed else codes.OK
 
 
+def note_size(console: Console, paths: Sequence[str], what: str) -> None:
+    """Say that files are looked through, if that takes a while."""
+    size = sum(os.path.getsize(path) for path in paths if os.path.isfile(path))
+    if size > _LARGE_BYTES:
+        console.note(f"looking through {size / 1e9:.1f} GB of {what}")
+
+
 def _run_session(
     session: "Session", folder: Path, interrupts: Interrupts, console: Console, flags: RunFlags
 ) -> RunStats:
@@ -135,7 +140,8 @@ def _run_session(
         for line in _engine_lines(engine.description):
             console.note(line)
         shares_terminal = target.path == "-" and sys.stdout.isatty()
-        view = ProgressView(console, flags.progress, session, shares_terminal=shares_terminal)
+        job = JobFigures(session)
+        display = Display(console, flags.progress, shares_terminal=shares_terminal)
 
         def begin(writer: "LineWriter") -> None:
             interrupts.flush = writer.write_held
@@ -150,10 +156,10 @@ def _run_session(
             if interrupts.stop.is_set() and not is_told:
                 is_told = True
                 _tell_of_stop(progress, recipe.output.on_interrupt, console)
-            view.update(progress)
+            display.update(lambda: job.shown(progress))
 
         try:
-            with view:
+            with display:
                 return session.run(engine, stop=interrupts.stop, on_progress=update, on_begin=begin)
         except BrokenPipeError:
             return session.stats

@@ -1,4 +1,4 @@
-"""Text to token ids and back, over the `tokenizers` library and a model folder's tokenizer.json.
+"""Text to token ids and back, over the `tokenizers` library and a model folder's tokenizer.json or tiktoken.model.
 
 Knows whether a prompt gets a BOS token (decided once, when it is made), which ids end a row, and how to turn ids into
 text piece by piece. Does not know chat templates.
@@ -12,7 +12,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
-from specgen import checks
+from specgen import checks, tiktoken_model
 from specgen.errors import ModelError, RowError
 
 logger = logging.getLogger(__name__)
@@ -31,20 +31,11 @@ class Tokenizer:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Load tokenizer.json of `folder`.
+        """Load the tokenizer of `folder`.
 
         Raises: ModelError if it is missing or broken.
         """
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise ModelError("the model has no tokenizer.json", where=str(folder))
-        if is_lfs_pointer(path):
-            what = "tokenizer.json is Git LFS's pointer to the file, not the file"
-            raise ModelError(what, where=str(folder), hint="git lfs pull")
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise ModelError(f"tokenizer.json cannot be read: {error}", where=str(folder)) from error
+        self._tokenizer = _read_backend(folder)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         config = read_json(folder / "tokenizer_config.json")
@@ -56,22 +47,24 @@ class Tokenizer:
         if bos is not None and bos not in self.prefix_ids and config.get("add_bos_token") is True:
             self.prefix_ids = [bos, *self.prefix_ids]
 
-    def encode(self, text: str, *, with_prefix: bool = True) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         """Return the ids of a prompt, BOS included where the model's tokenizer wants it.
-
-        with_prefix: False for a text that brings its special tokens itself, as a chat template's does.
 
         Raises: RowError if the text is not Unicode (a lone surrogate).
         """
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError:
-            raise RowError("the prompt holds half of a surrogate pair, which is no text", code="bad_text") from None
-        # As a batch of one: it leaves offsets out, and other threads in.
-        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        if not with_prefix or (ids and ids[0] == self.bos_token_id):
-            return ids
-        return self.prefix_ids + ids
+        check_text(text)
+        return self.with_prefix(self.encode_batch([text])[0])
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of texts that were checked (`check_text`), with nothing in front of them.
+
+        It takes several threads for several texts, and lets other threads of Python's run.
+        """
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def with_prefix(self, ids: list[int]) -> list[int]:
+        """Return the ids of a prompt with what is put in front of it, if they do not begin with BOS."""
+        return ids if ids and ids[0] == self.bos_token_id else self.prefix_ids + ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of the ids without special tokens; broken UTF-8 gives U+FFFD, unknown ids nothing."""
@@ -108,6 +101,28 @@ class Tokenizer:
             if full[start : start + len(plain)] == plain:
                 return list(full[:start])
         return []
+
+
+def vocabulary_file(folder: Path) -> Path:
+    """Return the file of a model folder that its tokenizer is read from, there or not."""
+    path = folder / "tokenizer.json"
+    other = folder / tiktoken_model.FILE
+    return other if other.is_file() and not path.is_file() else path
+
+
+def _read_backend(folder: Path) -> tokenizers.Tokenizer:
+    path = vocabulary_file(folder)
+    if not path.is_file():
+        raise ModelError("the model has no tokenizer.json", where=str(folder))
+    if is_lfs_pointer(path):
+        what = f"{path.name} is Git LFS's pointer to the file, not the file"
+        raise ModelError(what, where=str(folder), hint="git lfs pull")
+    if path.name == tiktoken_model.FILE:
+        return tiktoken_model.read_tiktoken(path, read_json(folder / "tokenizer_config.json"))
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise ModelError(f"tokenizer.json cannot be read: {error}", where=str(folder)) from error
 
 
 class TextStream:
@@ -159,8 +174,16 @@ class TextStream:
         return "".join(self._pieces)
 
 
-def declared_eos(folder: Path, tokenizer: Tokenizer) -> dict[int, list[str]]:
-    """Return the ids that end a row, in order, with the files that declare them.
+def check_text(text: str) -> None:
+    """Raises: RowError if a text is not Unicode (a lone surrogate)."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise RowError("the prompt holds half of a surrogate pair, which is no text", code="bad_text") from None
+
+
+def declared_eos(folder: Path, tokenizer: Tokenizer | None) -> dict[int, list[str]]:
+    """Return the ids that end a row, in order, with the files that declare them; without a tokenizer, as numbers alone.
 
     Raises: ModelError for a file that cannot be read, or declares what is no id.
     """
@@ -175,7 +198,7 @@ def declared_eos(folder: Path, tokenizer: Tokenizer) -> dict[int, list[str]]:
                 )
             found.setdefault(token_id, []).append(name)
     token = _token_text(read_json(folder / "tokenizer_config.json").get("eos_token"))
-    token_id = tokenizer.token_to_id(token) if token is not None else None
+    token_id = tokenizer.token_to_id(token) if token is not None and tokenizer is not None else None
     if token_id is not None:
         found.setdefault(token_id, []).append("tokenizer_config.json")
     return dict(sorted(found.items()))
@@ -197,12 +220,15 @@ def eos_token_ids(folder: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def added_token_ids(folder: Path) -> tuple[int, ...]:
-    """Return the ids that tokenizer.json lists beside the vocabulary, special tokens above all; sorted.
+    """Return the ids that the tokenizer has beside its vocabulary, special tokens above all; sorted.
 
-    Raises: ModelError if the file is broken; without one there are none.
+    Raises: ModelError if a file is broken; without one there are none.
     """
     listed = read_json(folder / "tokenizer.json").get("added_tokens")
-    ids = (token.get("id") for token in listed if isinstance(token, dict)) if isinstance(listed, list) else ()
+    named = read_json(folder / "tokenizer_config.json").get("added_tokens_decoder")
+    ids = {token.get("id") for token in listed if isinstance(token, dict)} if isinstance(listed, list) else set()
+    if isinstance(named, dict):
+        ids |= {int(name) for name in named if name.isdecimal()}
     return tuple(sorted(i for i in ids if isinstance(i, int)))
 
 

@@ -151,6 +151,14 @@ def test_a_stream_that_is_redirected_is_known_as_the_file_that_it_is(tmp_path: P
     assert list(tmp_path.iterdir()) == [rows]
 
 
+def test_figures_do_not_take_the_place_of_answers(tmp_path: Path) -> None:
+    run = " ".join(map(shlex.quote, [*SPECGEN, "run", QUICKSTART]))
+    command = f"{run} --output - --stats answers.jsonl > answers.jsonl"
+    done = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, timeout=60, check=False)
+    assert done.returncode == 2, done.stderr.decode()
+    assert b"answers.jsonl: the statistics file would overwrite a file of this job" in done.stderr
+
+
 def test_a_job_goes_on_when_nobody_watches_it(tmp_path: Path) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)

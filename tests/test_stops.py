@@ -27,7 +27,7 @@ def first(token_ids: Sequence[int], stops: Sequence[str], min_tokens: int = 0) -
 
 
 def ids_of(text: str) -> list[int]:
-    return TOKENIZER.encode(text, with_prefix=False)
+    return TOKENIZER.encode_batch([text])[0]
 
 
 def expected(token_ids: Sequence[int], stops: Sequence[str], min_tokens: int) -> tuple[int, str, int] | None:

@@ -197,19 +197,20 @@ class EngineClient:
             outputs.extend(item)
             block = False
 
-    def engine_stats(self) -> dict[str, float | int]:
-        """Steps, seconds by part (`specgen.worker.timing.PARTS`), and preemptions so far."""
+    def engine_stats(self) -> dict[str, object]:
+        """Steps, seconds by part (`specgen.worker.timing.PARTS`), and preemptions so far.
+
+        With adaptive drafts also `draft_lengths`: drafts a step that pay most, by the largest number of rows.
+        """
         timer, pool = self._worker.runner.timer, self._scheduler.kv.pool
+        adaptive = {"draft_lengths": self._draft_length.best} if self._draft_length is not None else {}
         return {
             "steps": self._core.num_steps,
             **{f"{part}_seconds": value for part, value in timer.seconds.items()},
             "preemptions": self._scheduler.num_preemptions,
             "kv_usage": 1 - pool.num_free_blocks / (pool.num_blocks - 1),
+            **adaptive,
         }
-
-    def draft_lengths(self) -> dict[int, int]:
-        """Drafts a step that were found to pay most, by the largest number of rows they go for; {} if K is fixed."""
-        return self._draft_length.best if self._draft_length is not None else {}
 
     def start_up(self) -> StartUp:
         """Where the time went since the engine was begun: graphs and kernels are made when they are first used."""

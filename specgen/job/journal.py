@@ -52,6 +52,10 @@ class Journal:
         self.last_index, self._last_sample = kept.index, sample
         return self._done.setdefault(_done_digest(kept.key, kept.sample), number)
 
+    def has(self, kept: Kept) -> bool:
+        """Return whether there is a line already for what a line answers."""
+        return any(_done_digest(kept.key, sample) in self._done for sample in {kept.sample, None})
+
     def missing(self, key: str, samples: Sequence[int]) -> tuple[int, ...]:
         """Return those of a row's samples that have no line yet."""
         if _done_digest(key, None) in self._done:
@@ -127,6 +131,26 @@ def cut_torn_line(path: str, journal: Journal) -> None:
         except OSError as error:
             raise InputError(f"its torn last line cannot be cut off: {error.strerror}", where=path) from error
         journal.torn_bytes = 0
+
+
+def waiting_lines(path: str, form: Form, journal: Journal, *, with_failed: bool) -> Iterator[bytes]:
+    """Yield the lines at `path` that answer what no line of the journal does, and count them as lines of it.
+
+    What is no whole line is left out: a killed run wrote it last, and its row is answered again.
+
+    Raises: InputError if the file is there and cannot be read.
+    """
+    if not os.path.exists(path):
+        return
+    for line in _complete_lines(path, Journal()):
+        try:
+            kept = form.parse(line)
+        except (ValueError, RecursionError):
+            continue
+        if (with_failed or not kept.failed) and not journal.has(kept):
+            journal.add(kept, kept.mark << _NUMBER_BITS | journal.lines + 1)
+            journal.size += len(line)
+            yield line
 
 
 def drop_failed(path: str, form: Form) -> None:

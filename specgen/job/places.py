@@ -24,10 +24,15 @@ def recipe_beside(output: str) -> str | None:
     return None if output == "-" or is_special(output) else f"{output}.recipe.yaml"
 
 
+def waiting_beside(output: str) -> str:
+    """Return the path of the file with the lines of an output that wait for earlier ones."""
+    return f"{output}.waiting"
+
+
 def files_beside(output: str) -> list[str]:
-    """Return the paths of what is written beside an output: recipe and manifest."""
+    """Return the paths of what is written beside an output: recipe, manifest and lines that wait."""
     recipe = recipe_beside(output)
-    return [] if recipe is None else [recipe, f"{output}.manifest.json"]
+    return [] if recipe is None else [recipe, f"{output}.manifest.json", waiting_beside(output)]
 
 
 def check_output(
@@ -49,7 +54,7 @@ def check_output(
         raise InputError(
             f"answers are written as JSONL, which {suffix} does not say", where=path, hint="NAME.jsonl does"
         )
-    beside = zip(files_beside(path), ("recipe", "manifest"), strict=True)
+    beside = zip(files_beside(path), ("recipe", "manifest", "file of waiting lines"), strict=True)
     for target, what in (
         (path, "output"),
         *((name, f"{what} that is written beside the output") for name, what in beside),
@@ -72,7 +77,8 @@ def check_output(
 
 
 def check_replaceable(path: str, what: str, others: Sequence[str]) -> None:
-    """Return if a file can be written at `path`, where an old one may be replaced; leaves no trace. `-` is stdout.
+    """Return if a file can be written at `path`, where an old one may be replaced; leaves no trace. `-` is stdout;
+    among `others`, what stdin and stdout were redirected to.
 
     Raises: InputError if it is one of `others`, or cannot be written, or a file is there that is not of this kind: rows
         or answers, say, that a slip in a command line would cost.
@@ -81,7 +87,7 @@ def check_replaceable(path: str, what: str, others: Sequence[str]) -> None:
         _check_open_end(path, what)
         return
     _check_place(path, what)
-    if any(_same_file(path, other) for other in others):
+    if any(_same_file(path, other) or (other == "-" and _same_file("-", path)) for other in others):
         raise InputError(f"the {what} would overwrite a file of this job", where=path)
     if not os.path.isfile(path):
         _check_folder(path, what)

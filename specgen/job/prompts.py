@@ -11,7 +11,7 @@ the BOS text is run.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,9 +22,13 @@ from specgen.job.readers import BadRow, Row
 from specgen.job.templates import ChatTemplate, no_template
 from specgen.recipe import Recipe
 from specgen.sampling_params import SamplingError, SamplingParams
-from specgen.tokenizer import Tokenizer, read_json
+from specgen.tokenizer import Tokenizer, check_text, read_json
 
 logger = logging.getLogger(__name__)
+
+# Prompts that are made at once: so many, or so many characters (or ids), whichever is reached first.
+_BATCH_ROWS = 256
+_BATCH_SIZE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,32 @@ class PromptBuilder:
         Raises: RowError: the plan's own, or one with code bad_text, bad_template, empty_prompt, bad_token_id,
             prompt_too_long.
         """
+        ((_, prompt),) = self.build_all([plan])
+        if isinstance(prompt, RowError):
+            raise prompt
+        return prompt
+
+    def build_all(self, plans: Iterable[Plan]) -> Iterator[tuple[Plan, Prompt | RowError]]:
+        """Yield every plan with its prompt, or with what `build_planned` raises.
+
+        Texts become tokens many at a time, by as many threads as the tokenizer has.
+        """
+        batch: list[tuple[Plan, str | list[int] | RowError]] = []
+        size = 0
+        for plan in plans:
+            try:
+                content = self._text_or_ids(plan)
+                size += len(content)
+                batch.append((plan, content))
+            except RowError as error:
+                batch.append((plan, error))
+            if len(batch) == _BATCH_ROWS or size >= _BATCH_SIZE:
+                yield from self._built(batch)
+                batch, size = [], 0
+        yield from self._built(batch)
+
+    def _text_or_ids(self, plan: Plan) -> str | list[int]:
+        """Return what a row asks for. Raises: RowError."""
         if plan.error is not None:
             raise plan.error
         assert plan.content is not None and plan.params is not None
@@ -91,32 +121,53 @@ class PromptBuilder:
             except SamplingError as error:
                 raise RowError(f"sampling: {error}", code=error.code) from None
             self._checked_params = params
-        token_ids = self._token_ids_of(plan.content, plan.row)
-        if not token_ids:
-            what = "the chat template gave an empty text" if isinstance(plan.content, Chat) else "its text has none"
-            raise RowError(f"the prompt has no tokens: {what}", code="empty_prompt")
-        if isinstance(plan.content, str | Chat):
-            self._check_ids(token_ids, "the prompt's text, by the model's tokenizer")
-        else:
-            self._check_ids(token_ids, self._section.prompt)
-        cut = self._cut(token_ids, params)
-        truncated_from = len(token_ids) if len(cut) < len(token_ids) else None
-        return Prompt(cut, params, plan.seed(self.run_seed, 0), truncated_from)
-
-    def _token_ids_of(self, content: Content, row: Row | BadRow) -> list[int]:
+        content: Content = plan.content
         if isinstance(content, Chat):
             if self._template is None:
                 hint = "input.chat_template names a file with one"
                 raise RowError("the model has no chat template", hint=hint, code="bad_template")
-            return self._tokenizer.encode(self._template.render(content), with_prefix=False)
+            content = self._template.render(content)
         if not isinstance(content, str):
             return list(content)
+        check_text(content)
+        return content
+
+    def _built(
+        self, batch: Sequence[tuple[Plan, str | list[int] | RowError]]
+    ) -> Iterator[tuple[Plan, Prompt | RowError]]:
+        encoded = iter(self._tokenizer.encode_batch([content for _, content in batch if isinstance(content, str)]))
+        for plan, content in batch:
+            if isinstance(content, RowError):
+                yield plan, content
+                continue
+            try:
+                yield plan, self._prompt_of(plan, next(encoded) if isinstance(content, str) else content)
+            except RowError as error:
+                yield plan, error
+
+    def _prompt_of(self, plan: Plan, token_ids: list[int]) -> Prompt:
+        """Return the prompt of what a row asks for, its text as tokens. Raises: RowError."""
+        name = self._section.prompt
+        if isinstance(plan.content, str | Chat):
+            name = "the prompt's text, by the model's tokenizer"
+        if isinstance(plan.content, str):
+            self._warn_of_bos(plan.content, plan.row)
+            token_ids = self._tokenizer.with_prefix(token_ids)
+        if not token_ids:
+            what = "the chat template gave an empty text" if isinstance(plan.content, Chat) else "its text has none"
+            raise RowError(f"the prompt has no tokens: {what}", code="empty_prompt")
+        self._check_ids(token_ids, name)
+        assert plan.params is not None
+        cut = self._cut(token_ids, plan.params)
+        truncated_from = len(token_ids) if len(cut) < len(token_ids) else None
+        return Prompt(cut, plan.params, plan.seed(self.run_seed, 0), truncated_from)
+
+    def _warn_of_bos(self, text: str, row: Row | BadRow) -> None:
         bos = self._tokenizer.bos_text
-        if bos and self._tokenizer.prefix_ids and content.startswith(bos) and not self._has_warned_of_bos:
+        if bos and self._tokenizer.prefix_ids and text.startswith(bos) and not self._has_warned_of_bos:
             self._has_warned_of_bos = True
             place = f"line {row.line}" if row.file is None else f"{row.file}:{row.line}"
             logger.warning("%s: the prompt begins with %s, so none is put before it (said once)", place, bos)
-        return self._tokenizer.encode(content)
 
     def _cut(self, token_ids: list[int], params: SamplingParams) -> list[int]:
         """Return the prompt as it fits. Raises: RowError with code prompt_too_long."""

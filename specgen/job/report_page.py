@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from specgen.job.report_charts import NONE, STYLE, bar, bars, columns, curve, duration, number, percent, table, text
+from specgen.job.tally import MIN_DRAFTED
 from specgen.stats import counted
 
 
@@ -27,7 +28,7 @@ def report_page(report: Mapping[str, Any]) -> str:
         *(_slices(name, rows) for name, rows in report["slices"].items()),
         _failures(report) if report["error_codes"] else "",
         _rows("Slowest answers", "those that took the most steps", report["most_steps"]),
-        _rows("Least accepted answers", "of those with 16 drafts or more", report["least_accepted"]),
+        _rows("Least accepted answers", f"of those with {MIN_DRAFTED} drafts or more", report["least_accepted"]),
         _runs(report["runs"]),
         _manifest(report["manifest"]),
     ]

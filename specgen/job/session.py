@@ -3,7 +3,6 @@
 Knows how the parts of a job fit together; the command line and `specgen.generate` both go through here. Prints nothing.
 """
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -18,6 +17,7 @@ from specgen.job.job import Engine, Job, Progress
 from specgen.job.journal import pending
 from specgen.job.manifest import Manifest, TimeSeries, fingerprints, now
 from specgen.job.openai_answers import BatchForm
+from specgen.job.places import waiting_beside
 from specgen.job.plan import Plan, RowPlanner
 from specgen.job.prompts import PromptBuilder, chat_template_of, check_token_ids
 from specgen.job.read_ahead import ReadAhead
@@ -157,9 +157,9 @@ class Session:
             "max_model_len": engine.max_model_len,
             "eos_token_ids": list(engine.eos_token_ids),
         }
-        spill_folder = os.path.dirname(os.path.abspath(target.path)) if target.is_file else None
+        waiting_path = waiting_beside(target.path) if target.is_file else None
         ordered = self.recipe.output.order == "input"
-        with LineWriter(target.open(), ordered=ordered, spill_folder=spill_folder) as writer:
+        with LineWriter(target.open(), ordered=ordered, waiting_path=waiting_path) as writer:
             target.begin(self.recipe, resolved, engine.description)
             job = self.job(engine, writer, stop=stop, on_progress=on_progress)
             self.stats = job.stats

@@ -18,9 +18,10 @@ from specgen.job.readers import BadRow, Row
 class Survey:
     """Counts over all rows.
 
-    rows = ok + bad. samples: answers that rows ask for. truncated: rows whose prompt is cut. lengths: rows by tokens of
-    their prompt. error_codes: rows that cannot run, by reason. longest: tokens that the `num_at_once` longest samples
-    can have together, prompt and answer: what the KV pool must hold for none of them ever to wait.
+    rows = ok + bad. samples: answers that rows ask for. truncated: rows whose prompt is cut. prompt_tokens: of all
+    prompts, each counted once. lengths: rows by tokens of their prompt. error_codes: rows that cannot run, by reason.
+    longest: tokens that the `num_at_once` longest samples can have together, prompt and answer: what the KV pool must
+    hold for none of them ever to wait.
     """
 
     num_at_once: int
@@ -28,6 +29,7 @@ class Survey:
     ok: int = 0
     samples: int = 0
     truncated: int = 0
+    prompt_tokens: int = 0
     lengths: Counter[int] = field(default_factory=Counter)
     error_codes: Counter[str] = field(default_factory=Counter)
     _longest: list[int] = field(default_factory=list)
@@ -38,11 +40,6 @@ class Survey:
         return self.error_codes.total()
 
     @property
-    def prompt_tokens(self) -> int:
-        """Tokens of all prompts, each counted once."""
-        return sum(length * count for length, count in self.lengths.items())
-
-    @property
     def longest(self) -> int:
         """See the class."""
         return sum(self._longest)
@@ -50,6 +47,7 @@ class Survey:
     def add(self, num_prompt: int, num_answer: int, num_samples: int) -> None:
         """Count a row that can run, with so many tokens in its prompt and at most so many in each answer."""
         self.ok += 1
+        self.prompt_tokens += num_prompt
         self.samples += num_samples
         self.lengths[num_prompt] += 1
         for _ in range(min(num_samples, self.num_at_once)):
@@ -73,18 +71,18 @@ def survey(
     max_model_len: int,
     num_at_once: int,
     on_bad: Callable[[Row | BadRow, RowError], None],
+    on_row: Callable[[Survey], None] = lambda found: None,
 ) -> Survey:
-    """Return what is found in all rows; `on_bad` is told each that cannot run."""
+    """Return what is found in all rows; `on_bad` is told each that cannot run, `on_row` after each what is found."""
     found = Survey(num_at_once)
-    for plan in plans:
+    for plan, prompt in prompts.build_all(plans):
         found.rows += 1
-        try:
-            prompt = prompts.build_planned(plan)
-        except RowError as error:
-            found.error_codes[error.code] += 1
-            on_bad(plan.row, error)
-            continue
-        room = max_model_len - len(prompt.token_ids)
-        found.truncated += prompt.truncated_from is not None
-        found.add(len(prompt.token_ids), min(room, prompt.params.max_tokens or room), len(plan.samples))
+        if isinstance(prompt, RowError):
+            found.error_codes[prompt.code] += 1
+            on_bad(plan.row, prompt)
+        else:
+            room = max_model_len - len(prompt.token_ids)
+            found.truncated += prompt.truncated_from is not None
+            found.add(len(prompt.token_ids), min(room, prompt.params.max_tokens or room), len(plan.samples))
+        on_row(found)
     return found

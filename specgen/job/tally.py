@@ -21,7 +21,7 @@ _MOST_VALUES = 10_000
 _NUM_BINS = 24
 _TEXT_SHOWN = 160
 # A row with fewer drafts says little about acceptance.
-_MIN_DRAFTED = 16
+MIN_DRAFTED = 16
 
 
 @dataclass(slots=True)
@@ -135,7 +135,7 @@ class Tally:
         self._num_empty += not line.text.strip()
         if line.spec is not None:
             self._steps.offer(line.spec.steps, line)
-            if line.spec.drafted >= _MIN_DRAFTED:
+            if line.spec.drafted >= MIN_DRAFTED:
                 self._rejecting.offer(-line.spec.acceptance_rate, line)
 
     def as_dict(self) -> dict[str, Any]:

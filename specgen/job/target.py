@@ -6,15 +6,17 @@ Knows output, manifest and recipe files. Does not know rows or engines.
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from specgen.errors import InputError
-from specgen.job.journal import Journal, cut_torn_line, drop_failed, read_journal, sort_output
+from specgen.job.journal import Journal, cut_torn_line, drop_failed, read_journal, sort_output, waiting_lines
 from specgen.job.manifest import Manifest, refusal
-from specgen.job.places import files_beside, is_special, move_aside, recipe_beside, write_file
+from specgen.job.places import files_beside, is_special, move_aside, recipe_beside, waiting_beside, write_file
 from specgen.job.record import Form
 from specgen.job.writer import FileSink, Sink, StreamSink
 from specgen.recipe import Recipe
+from specgen.stats import counted
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +43,9 @@ class Target:
         self._manifest: Manifest | None = None
         self._recipe: object = None  # the manifest's, once a run begins with it
         self._changes: list[str] = []
-        if not self.is_file or fresh or not os.path.isfile(path) or not os.path.getsize(path):
+        if not self.is_file or fresh or not os.path.isfile(path):
+            return
+        if not os.path.getsize(path) and not os.path.exists(waiting_beside(path)):
             return
         self.old = Manifest.read(path)
         if self.old is None:
@@ -83,7 +87,26 @@ class Target:
         if self._sink.size != self.journal.size:
             self.close()
             raise self._written_meanwhile()
-        return [f"changed since the last run: {change}" for change in self._changes]
+        notes = [f"changed since the last run: {change}" for change in self._changes]
+        num_taken = self._take_waiting(self._sink, form, with_failed=not retry_failed)
+        if num_taken:
+            notes.append(f"{counted(num_taken, 'answer')} of a killed run waited for earlier rows: added to the output")
+        return notes
+
+    def _take_waiting(self, sink: FileSink, form: Form, *, with_failed: bool) -> int:
+        """Append the lines that waited when a run was killed; returns how many."""
+        path = waiting_beside(self.path)
+        num_taken = 0
+        try:
+            for line in waiting_lines(path, form, self.journal, with_failed=with_failed):
+                sink.write(line)
+                num_taken += 1
+        except InputError:
+            self.close()
+            raise
+        with suppress(OSError):  # next time, all of them are there already
+            os.unlink(path)
+        return num_taken
 
     def _written_meanwhile(self) -> InputError:
         return InputError(

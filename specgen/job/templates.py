@@ -5,32 +5,19 @@ tokens itself, and nothing is put before or behind what it gives.
 """
 
 import datetime
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import jinja2.ext
-import jinja2.sandbox
 
 from specgen import checks
 from specgen.errors import ModelError, RecipeError, RowError
 from specgen.job.contents import Base64, Chat
+from specgen.job.sandbox import Sandbox, TooMuchError
 from specgen.tokenizer import read_json
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}`, which marks what a model wrote: the text itself."""
-
-    tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
-
-    def parse(self, parser: Any) -> Any:
-        """Return the nodes between the tags."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class ColumnTemplate:
@@ -39,10 +26,9 @@ class ColumnTemplate:
     def __init__(self, text: str) -> None:
         """Raises: RecipeError if it is no template."""
         # Taken as it is written: no newline behind a block is dropped.
-        environment = _environment(trim_blocks=False, lstrip_blocks=False, undefined=jinja2.StrictUndefined)
-        environment.finalize = _text_of
+        self._sandbox = Sandbox(_text_of, keep_trailing_newline=True, undefined=jinja2.StrictUndefined)
         try:
-            self._template = environment.from_string(text)
+            self._template = self._sandbox.from_string(text)
         except jinja2.TemplateSyntaxError as error:
             raise RecipeError(f"input.template is no template: {error.message} (line {error.lineno})") from None
 
@@ -52,7 +38,7 @@ class ColumnTemplate:
         Raises: RowError with code bad_template or empty_prompt.
         """
         columns = f"columns: {', '.join(map(str, list(data)[:10])) or 'none'}"
-        text = _rendered(self._template, dict(data), "input.template", hint=columns)
+        text = _rendered(self._sandbox, self._template, dict(data), "input.template", hint=columns)
         if not text:
             raise RowError("input.template gave an empty text", code="empty_prompt")
         return text
@@ -74,12 +60,12 @@ class ChatTemplate:
         self._system = system
         self._context: dict[str, Any] = {"tools": None, "documents": None, "add_generation_prompt": True}
         self._context |= {**tokens, **(args or {})}
-        environment = _environment()
+        self._sandbox = Sandbox(trim_blocks=True, lstrip_blocks=True)
         now = self._context.pop("now", None)
         if now is not None:
-            environment.globals["strftime_now"] = _moment(now).strftime
+            self._sandbox.globals["strftime_now"] = _moment(now).strftime
         try:
-            self._template = environment.from_string(text)
+            self._template = self._sandbox.from_string(text)
         except jinja2.TemplateSyntaxError as error:
             raise RecipeError(
                 f"the chat template is broken: {error.message} (line {error.lineno})", where=origin
@@ -118,7 +104,7 @@ class ChatTemplate:
         messages = chat.messages
         if self._system is not None and messages[0]["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": self._system}, *messages]
-        return _rendered(self._template, {**self._context, "messages": messages}, "the chat template")
+        return _rendered(self._sandbox, self._template, {**self._context, "messages": messages}, "the chat template")
 
 
 def no_template(folder: Path) -> RecipeError:
@@ -130,30 +116,6 @@ def no_template(folder: Path) -> RecipeError:
     )
 
 
-def _environment(
-    *, trim_blocks: bool = True, lstrip_blocks: bool = True, undefined: type[jinja2.Undefined] = jinja2.Undefined
-) -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """Return an environment; its defaults are what chat templates are written for."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=trim_blocks,
-        lstrip_blocks=lstrip_blocks,
-        keep_trailing_newline=not trim_blocks,
-        undefined=undefined,
-        extensions=[jinja2.ext.loopcontrols, _Generation],
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    return environment
-
-
-def _to_json(value: object, indent: int | None = None, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
-
-
-def _refuse(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
 def _text_of(value: object) -> object:
     if value is None:
         raise jinja2.TemplateError("a value is null, and would be written as None; {{ x or '' }} leaves it out")
@@ -162,9 +124,13 @@ def _text_of(value: object) -> object:
     return value
 
 
-def _rendered(template: jinja2.Template, context: dict[str, Any], what: str, hint: str | None = None) -> str:
+def _rendered(
+    sandbox: Sandbox, template: jinja2.Template, context: dict[str, Any], what: str, hint: str | None = None
+) -> str:
     try:
-        return template.render(context)
+        return sandbox.rendered(template, context)
+    except TooMuchError as error:
+        raise RowError(f"{what} {error}", code="bad_template") from None
     except RecursionError:
         raise RowError(f"{what} does not end", code="bad_template") from None
     except Exception as error:  # a template may raise whatever its expressions do

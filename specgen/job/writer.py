@@ -7,16 +7,14 @@ import contextlib
 import fcntl
 import os
 import sys
-import tempfile
 import time
 from types import TracebackType
 from typing import BinaryIO, Protocol
 
 from specgen.errors import InputError
+from specgen.job.waiting import Waiting
 
-# Lines that wait for an earlier one: so many bytes in memory, the rest in a temporary file.
-_MAX_HELD_BYTES = 32 << 20
-# And so many of them in all, before no further row is begun.
+# Lines that wait for an earlier one, before no further row is begun.
 MAX_HELD_LINES = 200_000
 
 
@@ -162,37 +160,38 @@ class StreamSink:
 class LineWriter:
     """Puts lines into order, if they have one, and hands them to a sink; a context manager.
 
-    ordered: a line waits until those of all lower slots are written. It waits in memory or, beyond some megabytes, in a
-    temporary file in `spill_folder`; whoever gives the lines out bounds how many may wait (`num_held`).
+    ordered: a line waits until those of all lower slots are written, see `Waiting` for where, and `waiting_path`;
+    whoever gives the lines out bounds how many may wait (`num_held`).
     """
 
-    def __init__(self, sink: Sink, *, ordered: bool, spill_folder: str | None = None) -> None:
-        self.num_held = 0
+    def __init__(self, sink: Sink, *, ordered: bool, waiting_path: str | None = None) -> None:
         self.num_written = 0
         self._sink = sink
         self._ordered = ordered
-        self._spill_folder = spill_folder
         self._next = 0
         self._is_writing = False
+        self._has_failed = False
         self._ready: list[bytes] = []
-        self._held: dict[int, bytes | tuple[int, int]] = {}
-        self._held_bytes = 0
-        self._spill: BinaryIO | None = None
+        self._waiting = Waiting(waiting_path)
+
+    @property
+    def num_held(self) -> int:
+        """Lines that wait."""
+        return len(self._waiting)
 
     def put(self, slot: int, line: bytes) -> None:
-        """Take the line of a slot; slots are counted from 0 without gaps."""
-        if not self._ordered or slot == self._next:
-            self._ready.append(line)
-            self._next += 1
-            if self._held:
-                self._release()
+        """Take the line of a slot; slots are counted from 0 without gaps.
+
+        Raises: InputError if it must wait, and cannot be put aside.
+        """
+        if self._ordered and slot != self._next:
+            self._waiting.put(slot, line)
             return
-        if self._held_bytes + len(line) > _MAX_HELD_BYTES:
-            self._held[slot] = self._spilled(line)
-        else:
-            self._held[slot] = line
-            self._held_bytes += len(line)
-        self.num_held = len(self._held)
+        self._ready.append(line)
+        self._next += 1
+        while (held := self._waiting.pop(self._next)) is not None:
+            self._ready.append(held)
+            self._next += 1
 
     def flush(self) -> None:
         """Hand the lines whose turn it is to the sink, all in one write; if there are none, let it do what is due.
@@ -208,6 +207,10 @@ class LineWriter:
             ready, self._ready = self._ready, []
             self._sink.write(b"".join(ready))
             self.num_written += len(ready)
+            self._waiting.pack()
+        except BaseException:
+            self._has_failed = True
+            raise
         finally:
             self._is_writing = False
 
@@ -216,41 +219,10 @@ class LineWriter:
 
         Raises: what `flush` raises.
         """
-        for slot in sorted(self._held):
-            self._ready.append(self._taken(slot))
+        for slot in self._waiting.slots():
+            self._ready.append(self._waiting.pop(slot) or b"")
             self._next = slot + 1
-        self.num_held = 0
         self.flush()
-
-    def _release(self) -> None:
-        while self._next in self._held:
-            self._ready.append(self._taken(self._next))
-            self._next += 1
-        self.num_held = len(self._held)
-
-    def _taken(self, slot: int) -> bytes:
-        held = self._held.pop(slot)
-        if isinstance(held, bytes):
-            self._held_bytes -= len(held)
-            return held
-        assert self._spill is not None
-        self._spill.seek(held[0])
-        line = self._spill.read(held[1])
-        if not self._held:
-            self._spill.truncate(0)
-        return line
-
-    def _spilled(self, line: bytes) -> tuple[int, int]:
-        try:
-            if self._spill is None:
-                self._spill = tempfile.TemporaryFile(dir=self._spill_folder)  # noqa: SIM115 - closed in __exit__
-            offset = self._spill.seek(0, os.SEEK_END)
-            self._spill.write(line)
-            self._spill.flush()
-        except OSError as error:
-            what = "lines that wait for an earlier one cannot be put aside"
-            raise InputError(f"{what}: {error.strerror}", where=self._spill_folder) from error
-        return offset, len(line)
 
     def __enter__(self) -> "LineWriter":
         """Return the writer."""
@@ -266,6 +238,5 @@ class LineWriter:
             if error is None:
                 raise
         finally:
-            if self._spill is not None:
-                self._spill.close()
+            self._waiting.close(forget=not self._has_failed)
             self._sink.close()

@@ -417,7 +417,7 @@ def test_the_rows_of_a_batch_file_are_its_requests(workplace: Any, fake_engine: 
     assert first.is_batch
     (request,) = rows_workload(first, workplace.tokenizer, template).requests(recipe, fake_engine())
     assert request.params.max_tokens == 3
-    assert request.prompt_token_ids == workplace.tokenizer.encode("story", with_prefix=False)
+    assert request.prompt_token_ids == workplace.tokenizer.encode_batch(["story"])[0]
 
 
 @pytest.mark.parametrize("run", [drain, lambda engine, requests: traced(engine, requests, Path("missing"), 1, 1)])

@@ -5,6 +5,8 @@ import logging
 import os
 import shutil
 import signal
+import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -331,6 +333,21 @@ def test_a_signal_ends_the_run_with_its_code_and_whole_lines(
     assert json.loads((folder / "stats.json").read_text())["interrupted"] is True
 
 
+def test_what_is_logged_looks_like_every_other_warning(
+    folder: Path, engines: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "job.yaml", "-q"]) == 0
+    output = folder / "out.jsonl"
+    output.write_bytes(output.read_bytes()[:-5])
+    capsys.readouterr()
+    assert main(["run", "job.yaml", "-q"]) == 0
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith("warning: out.jsonl: the last line was torn: its ")
+    logging.getLogger("datasets.load").warning("[old] %s", "format")
+    logging.getLogger("specgen.worker").debug("not shown")
+    assert capsys.readouterr().err == "warning: datasets.load: [old] format\n"
+
+
 def test_answers_that_are_to_be_finished_after_a_signal_are_told(
     folder: Path, monkeypatch: pytest.MonkeyPatch, fake_engine: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -344,6 +361,19 @@ def test_answers_that_are_to_be_finished_after_a_signal_are_told(
         is_told = "stopping: what is begun is finished first; a second signal ends the run at once" in told
         assert is_told == (on_interrupt == "finish")
         assert "interrupted: " in told
+
+
+def test_an_interruption_of_the_imports_is_told_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Slow(types.ModuleType):
+        def __getattr__(self, name: str) -> object:
+            raise KeyboardInterrupt
+
+    for command in ("run", "check"):
+        monkeypatch.setitem(sys.modules, f"specgen.cli.{command}", Slow(command))
+        assert main([command, "job.yaml"]) == 130
+        assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_a_signal_while_loading_ends_it(

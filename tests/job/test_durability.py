@@ -29,6 +29,7 @@ class Runs:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.output = folder / "out.jsonl"
+        self.waiting = folder / "out.jsonl.waiting"
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(RUNNER)],
             cwd=folder,
@@ -94,6 +95,11 @@ def runs(shared_runs: Runs) -> Runs:
     return shared_runs
 
 
+def whole_lines(path: Path) -> list[bytes]:
+    content = path.read_bytes() if path.exists() else b""
+    return content.split(b"\n")[:-1]
+
+
 def unbroken(runs: Runs, *args: str) -> list[bytes]:
     assert runs.run(*args) == 3
     lines = runs.lines()
@@ -115,6 +121,46 @@ def test_killed_at_25_places_and_resumed_the_output_is_that_of_an_unbroken_run(r
             lines = runs.lines()
             assert lines == whole if order == "input" else sorted(lines) == sorted(whole)
             runs.remove()
+
+
+def test_killed_at_25_places_nothing_that_had_finished_is_run_again(runs: Runs) -> None:
+    """Half of them in the middle of a line that is put aside, since it must wait for an earlier row's."""
+    whole = unbroken(runs)
+    by_index = {json.loads(line)["index"]: line for line in whole}
+    size = sum(len(line) + 1 for line in whole)
+    rng = random.Random(5)
+    num_waited = 0
+    for number in range(25):
+        where = "waiting_at_byte" if number % 2 else "at_byte"
+        assert runs.run(**{where: [rng.randrange(1, size // 2), signal.SIGKILL]}) == -signal.SIGKILL
+        written, waiting = (whole_lines(path) for path in (runs.output, runs.waiting))
+        assert set(written) | set(waiting) <= set(whole)
+        num_waited += len(set(waiting) - set(written))
+        assert runs.run("--stats", "stats.json") == 3
+        stats = json.loads((runs.folder / "stats.json").read_text())
+        assert stats["samples"] == NUM_ROWS - len(set(written) | set(waiting))
+        assert runs.lines() == [by_index[index] for index in range(NUM_ROWS)]
+        assert not runs.waiting.exists()
+        runs.remove()
+    assert num_waited > 50
+
+
+def test_the_first_row_is_the_last_to_finish_and_the_run_is_killed(runs: Runs) -> None:
+    """Nothing is in the output yet; all is in the file of lines that wait, which --fresh moves aside."""
+    whole = unbroken(runs)
+    assert runs.run(waiting_at_byte=[1500, signal.SIGKILL]) == -signal.SIGKILL
+    runs.output.write_bytes(b"")
+    waiting = whole_lines(runs.waiting)
+    assert len(waiting) > 1
+    assert runs.run("--stats", "stats.json") == 3
+    assert json.loads((runs.folder / "stats.json").read_text())["samples"] == NUM_ROWS - len(waiting)
+    assert runs.lines() == whole
+    runs.remove()
+    assert runs.run(waiting_at_byte=[1500, signal.SIGKILL]) == -signal.SIGKILL
+    waiting = whole_lines(runs.waiting)
+    assert runs.run("--fresh") == 3
+    assert runs.lines() == whole
+    assert whole_lines(runs.folder / "out.jsonl.waiting.old") == waiting
 
 
 def test_killed_over_and_over(runs: Runs) -> None:
@@ -170,7 +216,8 @@ def test_a_full_disk_leaves_whole_lines_and_the_run_goes_on_when_there_is_room(r
         assert "writing the output failed: File too large" in runs.told()
         some = runs.lines()
         assert 0 < len(some) < NUM_ROWS
-        assert some == whole[: len(some)]
+        assert len(set(some)) == len(some)
+        assert set(some) < set(whole)
     assert runs.run() == 3
     assert runs.lines() == whole
 
@@ -188,7 +235,8 @@ def test_a_small_file_system_fills(runs: Runs, tmp_path: Path) -> None:
         assert "No space left on device" in runs.told()
         some = output.read_bytes().split(b"\n")
         assert some.pop() == b""
-        assert some == whole[: len(some)]
+        assert len(set(some)) == len(some)
+        assert set(some) < set(whole)
         filler.unlink()
         subprocess.run(["mount", "-o", "remount,size=1m", tmp_path], check=True)
         assert runs.run("--output", str(output)) == 3

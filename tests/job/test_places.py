@@ -45,14 +45,15 @@ def test_an_output_that_the_next_run_would_read(tmp_path: Path) -> None:
 
 def test_what_is_beside_is_never_an_input(tmp_path: Path) -> None:
     path = tmp_path / "out"
-    recipe, manifest = files_beside(str(path))
+    recipe, manifest, waiting = files_beside(str(path))
     assert recipe_beside(str(path)) == recipe
     assert files_beside(os.devnull) == files_beside("-") == []
     check_output(str(path), inputs=[], recipe_path=tmp_path / "other.yaml")
     with pytest.raises(InputError, match="recipe that is written beside the output is the recipe that is being run"):
         check_output(str(path), inputs=[], recipe_path=Path(recipe))
-    with pytest.raises(InputError, match="manifest that is written beside the output is the input file"):
-        check_output(str(path), inputs=["-", manifest])
+    for name, what in ((manifest, "manifest"), (waiting, "file of waiting lines")):
+        with pytest.raises(InputError, match=f"{what} that is written beside the output is the input file"):
+            check_output(str(path), inputs=["-", name])
 
 
 def test_old_files_are_moved_aside_one_after_the_other(tmp_path: Path) -> None:

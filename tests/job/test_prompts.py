@@ -1,11 +1,14 @@
 """Rows made ready: columns, overrides, limits and seeds, with nothing dropped and nothing leaking."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from specgen import seeds
 from specgen.errors import RowError
+from specgen.job import prompts
+from specgen.job.plan import Plan
 from specgen.job.prompts import Prompt, PromptBuilder
 from specgen.job.readers import Row
 from specgen.recipe import recipe_from_settings
@@ -217,3 +220,35 @@ def test_a_tables_cell_may_hold_the_overrides_as_json(builder: PromptBuilder) ->
         with pytest.raises(RowError, match=part) as caught:
             build(builder, {"prompt": "x", "sampling": cell})
         assert caught.value.code == "bad_sampling"
+
+
+def test_prompts_made_together_are_those_made_alone_in_their_order(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts, "_BATCH_ROWS", 7)
+    monkeypatch.setattr(prompts, "_BATCH_SIZE", 300)
+    contents: list[Any] = ["<|bos|>once", "a story " * 60, "", [5, 6], [9999], "x\ud800", "word " * 9, " ", "ü"]
+    rows = [Row(i, i + 1, None, {"prompt": contents[i % len(contents)]}) for i in range(100)]
+    builder = make(tokenizer)
+    taken = 0
+
+    def plans() -> Iterator[Plan]:
+        nonlocal taken
+        for row in rows:
+            taken += 1
+            yield plan_of(row)
+
+    plan_of = builder._planner.plan
+    found = []
+    for plan, prompt in builder.build_all(plans()):
+        assert taken <= len(found) + 7
+        found.append((plan.row.line, prompt if isinstance(prompt, Prompt) else str(prompt)))
+    alone = make(tokenizer)
+    wanted = []
+    for row in rows:
+        try:
+            wanted.append((row.line, alone.build(row)))
+        except RowError as error:
+            wanted.append((row.line, str(error)))
+    assert found == wanted
+    assert {type(prompt) for _, prompt in found} == {Prompt, str}

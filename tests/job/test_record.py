@@ -62,7 +62,6 @@ def test_token_ids_are_added_on_request() -> None:
 
 
 def test_log_probabilities_are_there_if_asked_for_and_what_is_not_finite_is_null() -> None:
-    """U34."""
     row = Plan(Row(0, 1, "a", {}), "id:str:a")
     entries = [TokenLogprob(5, -0.123456789, ((5, -0.123456789), (7, -math.inf))), TokenLogprob(1, -math.inf)]
     answer = Answer(0, token_ids=[5, 1], finish_reason="stop", stop="<eos>", logprobs=entries)

@@ -24,7 +24,9 @@ CHATML = """{%- for message in messages %}
 """
 LOOPY = """{{ bos_token }}{% for m in messages if m.role != 'skip' %}
 {% if loop.index > 2 %}{% break %}{% endif %}
-{% if m.role == 'assistant' %}A:{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m | tojson }}{% endif %}
+{% if m.role == 'assistant' %}A:{% generation %}{{ m.content }}{% endgeneration %}{% else %}
+{{ m | tojson }}{{ m | tojson(ensure_ascii=True) }}
+{{ m | tojson(ensure_ascii=false, sort_keys=True, indent=1, separators=(',', ':')) }}{% endif %}
 
 {% endfor %}{% if mood is defined %}{{ mood }}{% endif %}"""
 CHAT = [
@@ -177,7 +179,7 @@ def test_a_template_owns_its_special_tokens_and_raw_text_gets_bos_once(
 def test_a_chat_template_that_gives_nothing_is_its_rows_error(tokenizer: Tokenizer, tmp_path: Path) -> None:
     made = builder(tokenizer, tmp_path, "{% if messages[0]['content'] != 'hi' %}ok{% endif %}")
     rows = [Row(0, 1, None, {"messages": [{"role": "user", "content": text}]}) for text in ("ho", "hi")]
-    assert made.build(rows[0]).token_ids == tokenizer.encode("ok", with_prefix=False)
+    assert made.build(rows[0]).token_ids == tokenizer.encode_batch(["ok"])[0]
     with pytest.raises(RowError, match="no tokens: the chat template gave an empty text") as caught:
         made.build(rows[1])
     assert caught.value.code == "empty_prompt"

@@ -1,9 +1,9 @@
 """Runs the command line over a scripted engine in child processes that die in set ways; a server on stdin and stdout.
 
 A line in is a JSON object: args, and one of at_byte ([bytes of the output, signals that come then, in the middle of a
-write]), signal_at ([step, number]), max_bytes (of any file, as on a full disk), reader_bytes (after which whoever reads
-stdout leaves; they are in read.bin); a line out is the child's exit status,
-negative for a signal. Nothing of torch is imported, so that a child costs some milliseconds.
+write]), waiting_at_byte (the same of the file of lines that wait), signal_at ([step, number]), max_bytes (of any file,
+as on a full disk), reader_bytes (after which whoever reads stdout leaves; they are in read.bin); a line out is the
+child's exit status, negative for a signal. Nothing of torch is imported, so that a child costs some milliseconds.
 """
 
 import fcntl
@@ -20,7 +20,7 @@ from scripted_engine import FakeEngine
 import specgen.cli.run
 import specgen.job.session  # noqa: F401
 from specgen.cli.main import main
-from specgen.job import writer
+from specgen.job import waiting, writer
 
 
 def _put_in_engine(**options: Any) -> list[FakeEngine]:
@@ -39,20 +39,20 @@ def _put_in_engine(**options: Any) -> list[FakeEngine]:
     return made
 
 
-def _signal_at(offset: int, *numbers: int) -> None:
-    """Let signals come when the output has grown to `offset` bytes and not one more."""
-    write = os.write
+def _signal_at(module: types.ModuleType, name: str, offset: int, *numbers: int) -> None:
+    """Let signals come when the file that a module writes has grown to `offset` bytes and not one more."""
+    write = getattr(os, name)
 
-    def interrupted_write(descriptor: int, data: bytes) -> int:
-        size = os.fstat(descriptor).st_size
+    def interrupted_write(descriptor: int, data: bytes, *place: int) -> int:
+        size = place[0] if place else os.fstat(descriptor).st_size
         if not size < offset <= size + len(data):
-            return write(descriptor, data)
-        written = write(descriptor, data[: offset - size])
+            return int(write(descriptor, data, *place))
+        written = write(descriptor, data[: offset - size], *place)
         for number in numbers:
             os.kill(os.getpid(), number)
-        return written
+        return int(written)
 
-    writer.os = types.SimpleNamespace(**{**vars(os), "write": interrupted_write})  # type: ignore[attr-defined]
+    module.os = types.SimpleNamespace(**{**vars(os), name: interrupted_write})  # type: ignore[attr-defined]
 
 
 def _read_and_leave(num_bytes: int) -> None:
@@ -75,6 +75,7 @@ def _read_and_leave(num_bytes: int) -> None:
 def _child(
     args: list[str],
     at_byte: list[int] | None = None,
+    waiting_at_byte: list[int] | None = None,
     max_bytes: int | None = None,
     reader_bytes: int | None = None,
     **options: Any,
@@ -85,7 +86,9 @@ def _child(
         _read_and_leave(reader_bytes)
     _put_in_engine(**options)
     if at_byte is not None:
-        _signal_at(*at_byte)
+        _signal_at(writer, "write", *at_byte)
+    if waiting_at_byte is not None:
+        _signal_at(waiting, "pwrite", *waiting_at_byte)
     if max_bytes is not None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, max_bytes))
