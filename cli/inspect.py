@@ -13,8 +13,6 @@ from specgen.stats import counted
 if TYPE_CHECKING:
     from specgen.job.inspection import Inspection
 
-_GIB = 2**30
-
 
 def inspect_folder(section: ModelSection, head: str | None, *, self_test: bool, strict: bool, as_json: bool) -> int:
     """Print what is in the folder of `section.path`, counted in its dtypes, and return the exit code.
@@ -34,15 +32,18 @@ def inspect_folder(section: ModelSection, head: str | None, *, self_test: bool, 
         make_products_exact()
     dtype = resolve_dtype(section.dtype, where)
     kv_dtype = resolve_kv_dtype(section.kv_dtype, dtype, where)
-    found = inspect_model(folder, head_folder, dtype, where, self_test=self_test, kv_dtype=kv_dtype)
+    keeps = section.float8 == "keep"
+    found = inspect_model(folder, head_folder, dtype, where, self_test=self_test, kv_dtype=kv_dtype, keeps_float8=keeps)
     to_stdout(json.dumps(found.as_json(), indent=2) + "\n" if as_json else _table(found, head_folder))
     console = Console()
-    for problem in found.problems:
-        console.warn(problem)
-    bad_head = found.head is not None and found.head.problem is not None
-    if found.head is not None and found.head.problem is not None:
-        console.warn(found.head.problem)
-    return codes.WRONG if found.problems or (strict and bad_head) else codes.OK
+    errors, bad_head = list(found.problems), found.head.problem if found.head is not None else None
+    if bad_head is not None and strict:
+        errors.append(bad_head)
+    elif bad_head is not None:
+        console.warn(bad_head)
+    for problem in errors:
+        console.show(f"error: {problem}", style="red")
+    return codes.WRONG if errors else codes.OK
 
 
 def _table(found: "Inspection", head_folder: Path | None) -> str:
@@ -52,7 +53,7 @@ def _table(found: "Inspection", head_folder: Path | None) -> str:
         ("draft layers", f"{found.draft_layers}" + (f", from {head_folder}" if head_folder is not None else "")),
         ("parameters", _parameters(found)),
         ("stored", ", ".join(f"{name} {_size(size)}" for name, size in found.stored.items()) or "nothing"),
-        ("weights here", f"{_size(found.weight_bytes)} in {found.dtype}, draft layers included"),
+        ("weights here", f"{_size(found.weight_bytes)} {_held(found)}, draft layers included"),
         ("KV", f"{found.kv_bytes_per_token:,} bytes a token in {found.kv_dtype}; at most {found.max_tokens:,} a row"),
     ]
     rows += [("device", f"{d.name}, {_size(d.total)}, {_size(d.free)} free") for d in found.devices]
@@ -80,6 +81,10 @@ def _parameters(found: "Inspection") -> str:
     return f"{_count(found.parameters)}{active}{draft}"
 
 
+def _held(found: "Inspection") -> str:
+    return f"with FP8 kept, the rest in {found.dtype}" if found.keeps_float8 else f"in {found.dtype}"
+
+
 def _fit(found: "Inspection") -> str:
     if found.tensor_parallel > 1:
         return f"no: {found.tensor_parallel} such devices would hold the weights"
@@ -100,4 +105,7 @@ def _count(number: int) -> str:
 
 
 def _size(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:.2f} GiB" if num_bytes >= _GIB // 100 else f"{num_bytes / 2**20:.2f} MiB"
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes} bytes"

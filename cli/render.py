@@ -85,6 +85,9 @@ def show_summary(console: Console, stats: RunStats, output_path: str, *, before:
             )
         for label, bar in acceptance_bars(stats.spec):
             table.add_row(label, bar)
+        if isinstance(lengths := stats.engine.get("draft_lengths"), dict) and lengths:
+            paid = ", ".join(f"{drafts} with up to {rows}" for rows, drafts in lengths.items())
+            table.add_row("drafts that paid", f"{paid} rows at once")
         table.add_row("output", "stdout" if output_path == "-" else output_path)
         console.show(table)
     for warning in stats.warnings():

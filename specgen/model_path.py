@@ -12,7 +12,7 @@ from specgen.packaged_models import PACKAGED, packaged_folder
 
 ASSETS = Path(__file__).parent / "assets"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer*"]
+_HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "tiktoken.model"]
 
 
 def bundled_models() -> list[str]:

@@ -57,7 +57,7 @@ def test_a_hub_id_is_fetched_without_pickles(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert resolve_model("someone/some-model") == tmp_path
     assert resolve_model("someone/some-model@v1.5") == tmp_path
-    patterns = ["*.safetensors", "*.json", "*.jinja", "tokenizer*"]
+    patterns = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "tiktoken.model"]
     assert asked == [("someone/some-model", None, patterns), ("someone/some-model", "v1.5", patterns)]
 
 

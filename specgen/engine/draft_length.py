@@ -29,6 +29,7 @@ class _Rows:
     """What is known of steps with about so many rows."""
 
     best: int
+    is_found: bool = False  # else what the nearest number of rows has found
     seconds: dict[int, deque[float]] = field(default_factory=dict)  # a step with so many drafts, the last few
     trials: deque[int] = field(default_factory=deque)  # numbers to try, the first one now
     num_samples: int = 0  # of the trial
@@ -50,8 +51,8 @@ class DraftLength:
 
     @property
     def best(self) -> dict[int, int]:
-        """The number of drafts kept, by the largest number of rows that it goes for."""
-        return {(1 << size) - 1: rows.best for size, rows in sorted(self._rows.items())}
+        """The number of drafts kept, by the largest number of rows that it goes for; where all have been tried."""
+        return {(1 << size) - 1: rows.best for size, rows in sorted(self._rows.items()) if rows.is_found}
 
     def tokens_a_row(self, num_drafts: int) -> float:
         """Tokens that a step with so many drafts is expected to give a row: one, and those of the drafts kept."""
@@ -97,7 +98,7 @@ class DraftLength:
                 rows.trials.popleft()
                 rows.num_samples = 0
                 if not rows.trials:
-                    rows.best = self._best_of(rows)
+                    rows.best, rows.is_found = self._best_of(rows), True
         elif rows.steps_to_look <= 0:
             rows.trials.extend(self._to_try(rows))
             rows.num_samples, rows.steps_to_look = 0, _LOOK_AGAIN

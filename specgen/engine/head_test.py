@@ -7,7 +7,7 @@ from pathlib import Path
 
 from specgen.errors import ModelError
 from specgen.models.head_health import HeadHealth, encoded_texts, measure_head
-from specgen.tokenizer import Tokenizer
+from specgen.tokenizer import Tokenizer, vocabulary_file
 from specgen.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ def test_head(worker: Worker, folder: Path, mode: str) -> HeadHealth | None:
         ModelError: the head is broken, or better under another convention, and the mode is strict.
     """
     draft = worker.model.mtp
-    if draft is None or mode == "skip" or not (folder / "tokenizer.json").is_file():
+    if draft is None or mode == "skip" or not vocabulary_file(folder).is_file():
         return None
     tokenizer = Tokenizer(folder)
     limit = min(_MOST_TOKENS, worker.config.max_model_len)

@@ -18,8 +18,9 @@ from specgen.models.deepseek_v3 import MoE
 from specgen.models.families import Family, find_family
 from specgen.models.head_folder import build_head, read_head
 from specgen.models.head_health import HeadHealth, encoded_texts, measure_head
-from specgen.models.loading import load_model
-from specgen.models.weights import Plan
+from specgen.models.kept_float8 import keep_float8
+from specgen.models.loading import load_model, unused_prefixes
+from specgen.models.weights import Plan, tensor_problems
 from specgen.stats import counted
 from specgen.tokenizer import Tokenizer, declared_eos, read_json
 from specgen.worker.memory import available_memory
@@ -49,10 +50,11 @@ class StopToken(NamedTuple):
 class Inspection:
     """A model, counted. Sizes in bytes; parameters as they are held, a tied head once.
 
-    draft_layers: that the checkpoint, or the head's folder, really holds. stored: bytes by dtype. weight_bytes in
-    `dtype` and kv_bytes_per_token in `kv_dtype`: draft layers included. kv_tokens: that fit beside the weights on the
-    first device. tensor_parallel: how many such devices hold the weights; 1 if one does. head_properties: what is
-    declared about the draft head, and whose embedding and output head it uses. problems: what stops a run.
+    max_tokens: of a row, with its drafts. draft_layers: that the checkpoint, or the head's folder, really holds.
+    stored: bytes by dtype. weight_bytes in `dtype` (or as stored, where FP8 is kept) and kv_bytes_per_token in
+    `kv_dtype`: draft layers included. kv_tokens: that fit beside the weights on the first device. tensor_parallel: how
+    many such devices hold the weights; 1 if one does. head_properties: what is declared about the draft head, and whose
+    embedding and output head it uses. problems: what stops a run.
     """
 
     folder: str
@@ -66,6 +68,7 @@ class Inspection:
     draft_parameters: int
     stored: dict[str, int]
     dtype: str
+    keeps_float8: bool
     kv_dtype: str
     weight_bytes: int
     kv_bytes_per_token: int
@@ -86,19 +89,30 @@ class Inspection:
         content = asdict(self)
         content["devices"] = [device._asdict() for device in self.devices]
         content["stop_tokens"] = [token._asdict() for token in self.stop_tokens]
-        content["head"] = self.head._asdict() | {"problem": self.head.problem} if self.head is not None else None
+        content["head"] = self.head.as_json() if self.head is not None else None
         return content
 
 
 class _Parts(NamedTuple):
-    """Target and draft layers without memory, and where their tensors go."""
+    """Target and draft layers without memory, and where the tensors of the model's files go."""
 
     target: Any
     draft: Any
-    target_plan: Plan
-    draft_plan: Plan
     draft_layers: int
+    max_tokens: int
+    plan: Plan
     problems: list[str]
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """Target and draft layers, if there are any."""
+        return [self.target] if self.draft is None else [self.target, self.draft]
+
+    def weight_bytes(self) -> int:
+        """Bytes of all weights and scales, what both use once."""
+        weights = {id(p): p.nbytes for module in self.modules for p in module.parameters()}
+        moes = [part for module in self.modules for part in module.modules() if isinstance(part, MoE)]
+        return sum(weights.values()) + sum(t.nbytes for moe in moes if moe.scales is not None for t in moe.scales)
 
 
 def inspect_model(
@@ -109,10 +123,12 @@ def inspect_model(
     *,
     self_test: bool,
     kv_dtype: torch.dtype | None = None,
+    keeps_float8: bool = False,
 ) -> Inspection:
     """Return what is in `folder`; `head_folder` is of a draft head in place of the model's own.
 
-    `kv_dtype`: of the KV cache, None is `dtype`; the draft head is tested with a cache in `dtype`.
+    `kv_dtype`: of the KV cache, None is `dtype`; the draft head is tested with a cache in `dtype`. `keeps_float8`:
+    products that are stored in FP8 are counted, and tested, so.
 
     Raises: ModelError if the folder is none of a model that is supported.
     """
@@ -127,7 +143,10 @@ def inspect_model(
     draft = sum(p.numel() for p in _own(parts)) if parts.draft is not None else 0
     draft_width = parts.draft.kv_width * parts.draft_layers if parts.draft is not None else 0
     kv = (config.kv_width * config.num_hidden_layers + draft_width) * kv_dtype.itemsize
-    weight_bytes = (total + draft) * dtype.itemsize
+    if keeps_float8 and checkpoint is not None and not parts.problems:
+        for module in parts.modules:
+            keep_float8(module, parts.plan, checkpoint.tensors, _META)
+    weight_bytes = parts.weight_bytes()
     devices = _devices(device)
     room = devices[0].free * _SHARE
     found = Inspection(
@@ -136,12 +155,13 @@ def inspect_model(
         layers=config.num_hidden_layers,
         draft_layers=parts.draft_layers,
         vocab_size=config.vocab_size,
-        max_tokens=config.max_position_embeddings,
+        max_tokens=parts.max_tokens,
         parameters=total,
         active_parameters=active,
         draft_parameters=draft,
         stored=_stored(checkpoint) if checkpoint is not None else {},
         dtype=str(dtype).removeprefix("torch."),
+        keeps_float8=keeps_float8,
         kv_dtype=str(kv_dtype).removeprefix("torch."),
         weight_bytes=weight_bytes,
         kv_bytes_per_token=kv,
@@ -161,10 +181,14 @@ def inspect_model(
         found.head_note = "the draft head was not tested: that was not wanted"
     elif weight_bytes > room:
         found.head_note = "the draft head was not tested: the weights don't fit here"
-    elif (prompts := encoded_texts(tokenizer, config, min(_TEST_TOKENS, config.max_position_embeddings))) is None:
+    elif (prompts := encoded_texts(tokenizer, config, min(_TEST_TOKENS, parts.max_tokens))) is None:
         found.head_note = "the draft head was not tested: the tokenizer gives ids that the model has not, or too few"
     else:
-        found.head = _test_head(folder, head_folder, config, prompts, parts.draft_layers, dtype, device)
+        try:
+            found.head = _test_head(found, head_folder, config, prompts, dtype, device)
+        except ModelError as error:  # what the headers don't tell
+            found.problems.append(str(error))
+            found.head_note = "the draft head was not tested: the model cannot be run as it is"
     return found
 
 
@@ -172,28 +196,30 @@ def _parts(config: ModelConfig, checkpoint: Checkpoint | None, head_folder: Path
     """Target and draft layers; without a checkpoint, what the configuration promises."""
     family = find_family(config.model_type)
     target = family.build(config, 1, dtype, _META)
-    plan, problems = family.plan(target), []
-    draft, draft_plan, num_layers = None, {}, 0
+    plan = family.plan(target)
     if head_folder is not None:
         head = read_head(head_folder, config, 1)
         num_layers = head.config.num_nextn_predict_layers
         built = build_head(head, target, num_layers, 1, dtype, _META)
-        draft, draft_plan = built.head, built.plan
-        problems += _problems(draft_plan, head.checkpoint)
-    else:
-        num_layers = _own_draft_layers(family, config, checkpoint)
-        if num_layers < config.num_nextn_predict_layers:
-            problems.append(
-                f"config.json promises {config.num_nextn_predict_layers} draft layers, the files hold {num_layers}: a "
-                "converter may have dropped them; plain decoding works"
-            )
-        if num_layers:
-            assert family.draft is not None
-            names = checkpoint.names if checkpoint is not None else frozenset[str]()
-            draft = family.draft.build(target, num_layers, names, dtype, _META)
-            draft_plan = family.draft.plan(draft, config, names)
-            problems += _problems(draft_plan, checkpoint)
-    return _Parts(target, draft, plan, draft_plan, num_layers, [*_problems(plan, checkpoint), *problems])
+        problems = _problems(plan, checkpoint, unused_prefixes(family, config, 0))
+        problems += _problems(built.plan, head.checkpoint, built.unused)
+        max_tokens = min(config.max_position_embeddings, head.config.max_position_embeddings)
+        return _Parts(target, built.head, num_layers, max_tokens, plan, problems)
+    draft, problems = None, []
+    num_layers = _own_draft_layers(family, config, checkpoint)
+    if num_layers < config.num_nextn_predict_layers:
+        promised = counted(config.num_nextn_predict_layers, "draft layer")
+        problems.append(
+            f"config.json promises {promised}, the files hold {num_layers}: a converter may have dropped them; plain "
+            "decoding works"
+        )
+    if num_layers:
+        assert family.draft is not None
+        names = checkpoint.names if checkpoint is not None else frozenset[str]()
+        draft = family.draft.build(target, num_layers, names, dtype, _META)
+        plan |= family.draft.plan(draft, config, names)
+    problems += _problems(plan, checkpoint, unused_prefixes(family, config, num_layers))
+    return _Parts(target, draft, num_layers, config.max_position_embeddings, plan, problems)
 
 
 def _own_draft_layers(family: Family, config: ModelConfig, checkpoint: Checkpoint | None) -> int:
@@ -204,22 +230,9 @@ def _own_draft_layers(family: Family, config: ModelConfig, checkpoint: Checkpoin
     return sum(any(name.startswith(prefix) for name in checkpoint.names) for prefix in prefixes)
 
 
-def _problems(plan: Plan, checkpoint: Checkpoint | None) -> list[str]:
-    """Tensors that are missing or of another shape, the first of each kind."""
-    if checkpoint is None:
-        return []
-    problems = []
-    missing = sorted(plan.keys() - checkpoint.names)
-    if missing:
-        problems.append(f"{counted(len(missing), 'tensor')} missing, the first is {missing[0]!r}")
-    wrong = sorted(n for n in plan.keys() & checkpoint.names if checkpoint.tensors[n].shape != plan[n].shape)
-    if wrong:
-        have, want = checkpoint.tensors[wrong[0]], plan[wrong[0]]
-        problems.append(
-            f"{counted(len(wrong), 'tensor')} of another shape, the first is {wrong[0]!r} in {have.path.name}: "
-            f"{list(have.shape)}, and config.json asks for {list(want.shape)}"
-        )
-    return problems
+def _problems(plan: Plan, checkpoint: Checkpoint | None, unused: tuple[str, ...]) -> list[str]:
+    """What a checkpoint's headers tell is wrong, the first of each kind."""
+    return [str(problem) for problem in tensor_problems(checkpoint, plan, unused)] if checkpoint is not None else []
 
 
 def _count(target: torch.nn.Module) -> tuple[int, int]:
@@ -244,13 +257,13 @@ def _own(parts: _Parts) -> list[torch.nn.Parameter]:
 def _head_properties(parts: _Parts) -> dict[str, str]:
     """What the first draft layer is run under, and what it shares with the target."""
     layer = parts.draft.layers[0]
-    hidden_first = getattr(layer, "hidden_first", False)  # DeepSeek's layer takes the embedding first
     own_embedding = parts.draft.embed_tokens is not parts.target.embed_tokens
     own_head = parts.draft.heads[0] is not parts.target.lm_head
     return {
         "hidden states": "after the final norm" if parts.target.head_reads_normed else "before the final norm",
-        "projection": "hidden state first" if hidden_first else "embedding first",
+        "projection": "hidden state first" if layer.hidden_first else "embedding first",
         "position 0": "masked" if layer.mask_first_embedding else "not masked",
+        "carried on": "its own output after its final norm",
         "embedding": "its own" if own_embedding else "the model's",
         "output head": "its own" if own_head else "the model's",
     }
@@ -294,31 +307,34 @@ def _read_tokens(found: Inspection, folder: Path) -> Tokenizer | None:
         found.chat_template = "chat_template.jinja"
     elif declared.get("chat_template"):
         found.chat_template = "tokenizer_config.json"
+    tokenizer: Tokenizer | None = None
     try:
         tokenizer = Tokenizer(folder)
+        found.prefix_ids = list(tokenizer.prefix_ids)
+    except SpecgenError as error:
+        found.problems.append(str(error))
+    try:
         stop_tokens = declared_eos(folder, tokenizer)
     except SpecgenError as error:
         found.problems.append(str(error))
         return None
-    found.prefix_ids = list(tokenizer.prefix_ids)
-    found.stop_tokens = [
-        StopToken(token_id, tokenizer.token_text(token_id) or None, tuple(names))
-        for token_id, names in stop_tokens.items()
-    ]
+    for token_id, names in stop_tokens.items():
+        text = tokenizer.token_text(token_id) if tokenizer is not None else None
+        found.stop_tokens.append(StopToken(token_id, text or None, tuple(names)))
     return tokenizer
 
 
 def _test_head(
-    folder: Path,
+    found: Inspection,
     head_folder: Path | None,
     config: ModelConfig,
     prompts: list[list[int]],
-    num_layers: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> HeadHealth:
     limit = max(map(len, prompts))
-    num_drafts = max(num_layers, 3)
-    model = load_model(folder, config, num_drafts, limit, dtype, device, None, head_folder)
+    num_drafts = max(found.draft_layers, 3)
+    folder, keeps = Path(found.folder), found.keeps_float8
+    model = load_model(folder, config, num_drafts, limit, dtype, device, None, head_folder, keeps_float8=keeps)
     assert model.mtp is not None
     return measure_head(model.target, model.mtp, prompts, num_drafts)

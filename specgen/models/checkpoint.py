@@ -46,7 +46,11 @@ class StoredTensor(NamedTuple):
             ModelError: it is none that models are loaded from.
         """
         if self.dtype_name not in _DTYPES:
-            raise ModelError(f"{self.name!r} has dtype {self.dtype_name}, which is not supported", where=str(self.path))
+            raise ModelError(
+                f"{self.name!r} has dtype {self.dtype_name}, which is not supported",
+                where=str(self.path),
+                hint=f"supported: {', '.join(_DTYPES)}",
+            )
         return _DTYPES[self.dtype_name]
 
     @property
@@ -56,7 +60,10 @@ class StoredTensor(NamedTuple):
 
 
 class Checkpoint:
-    """The tensors of a folder, by name. Never unpickles."""
+    """The tensors of a folder, by name. Never unpickles.
+
+    file_of: the names of their files, as the folder's index has them; {} without an index.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Lists the tensors. Of two of one name in different files, that one counts whose file the index says.
@@ -68,7 +75,7 @@ class Checkpoint:
         self.folder = folder
         self.tensors: dict[str, StoredTensor] = {}
         index = folder / "model.safetensors.index.json"
-        file_of = _read_index(index) if index.is_file() else {}
+        self.file_of = file_of = _read_index(index) if index.is_file() else {}
         for path in self._paths(index, file_of):
             for name, stored in _read_header(path).items():
                 other = self.tensors.get(name)
@@ -85,6 +92,20 @@ class Checkpoint:
     def names(self) -> frozenset[str]:
         """Names of all stored tensors."""
         return frozenset(self.tensors)
+
+    def missing(self, name: str, message: str, hint: str) -> ModelError:
+        """The error that the tensor `name` is not there: where the index has it, or which file no index names."""
+        if name in self.file_of:
+            where = str(self.folder / self.file_of[name])
+            return ModelError(message + ", and the index says that it is in this file", where=where, hint=hint)
+        if unlisted := self._unlisted():
+            hint += f"; {unlisted[0]} is in the folder, and the index does not name it"
+        return ModelError(message, where=str(self.folder), hint=hint)
+
+    def _unlisted(self) -> list[str]:
+        """Files of tensors that the index, if there is one, does not name."""
+        listed = set(self.file_of.values())
+        return sorted({path.name for path in self.folder.glob("*.safetensors")} - listed) if listed else []
 
     def _paths(self, index: Path, file_of: dict[str, str]) -> list[Path]:
         paths = [self.folder / name for name in sorted(set(file_of.values()))]

@@ -21,9 +21,10 @@ _REQUIRED = {
     "hidden_act": "silu",
     "attention_bias": False,
     "moe_layer_freq": 1,
+    "partial_rotary_factor": 1.0,
     "tie_word_embeddings": False,
 }
-_REQUIRED_V3 = _REQUIRED | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+SIGMOID_ROUTING = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 SIZE = checks.integer(1, 2**31 - 1, wanted="an integer from 1 up")
 COUNT = checks.integer(0, 2**31 - 1, wanted="an integer from 0 up")
 _POSITIVE = checks.number(1e-30, 1e30, wanted="a number above 0")
@@ -267,9 +268,8 @@ def parse_config(raw: Any, where: str) -> ModelConfig:
 
 def parse_deepseek(raw: Mapping[str, Any], where: str) -> DeepseekV3Config:
     """The shape in a parsed `config.json` of DeepSeek-V3's layout; see `read_config`."""
-    refuse_unsupported(raw, _REQUIRED_V3, where)
-    values = read_values(raw, _CHECKS, _DEFAULTS, where, none_means={"n_shared_experts": 0})
-    return make_deepseek(values, where)
+    values = read_deepseek_values(raw, {}, where, SIGMOID_ROUTING)
+    return make_deepseek(values | {"model_type": raw["model_type"]}, where)
 
 
 def make_deepseek(values: Mapping[str, Any], where: str) -> DeepseekV3Config:
@@ -279,13 +279,20 @@ def make_deepseek(values: Mapping[str, Any], where: str) -> DeepseekV3Config:
         ModelError: values that are right alone do not go together.
     """
     config = DeepseekV3Config(**values)
-    _check_together(config, where)
+    check_routing(config, where)
+    if config.qk_rope_head_dim % 2:
+        raise ModelError(f"qk_rope_head_dim must be even, not {config.qk_rope_head_dim}", where=where)
     return config
 
 
-def read_deepseek_values(raw: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The checked values of a relative of DeepSeek-V3, `defaults` over V3's; see `read_values`."""
-    refuse_unsupported(raw, _REQUIRED, where)
+def read_deepseek_values(
+    raw: Mapping[str, Any], defaults: Mapping[str, Any], where: str, required: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The checked values of DeepSeek-V3 or a relative, `defaults` over V3's; see `read_values`.
+
+    `required`: further keys of which only one value is built.
+    """
+    refuse_unsupported(raw, _REQUIRED | dict(required or {}), where)
     return read_values(raw, _CHECKS, {**_DEFAULTS, **defaults}, where, none_means={"n_shared_experts": 0})
 
 
@@ -331,7 +338,7 @@ def read_values(
 def refuse_unsupported(raw: Mapping[str, Any], required: Mapping[str, Any], where: str) -> None:
     """Raises ModelError where a key has another value than the one that is built, or for quantisation that is not."""
     for key, wanted in required.items():
-        if raw.get(key, wanted) != wanted:
+        if raw.get(key) not in (None, wanted):
             refuse(key, raw[key], repr(wanted), where)
     check_quantization(raw.get("quantization_config"), where)
 
@@ -341,17 +348,13 @@ def refuse(key: str, value: object, supported: str, where: str) -> NoReturn:
     raise ModelError(f"{key} = {checks.shown(value)} is not supported", where=where, hint=f"supported: {supported}")
 
 
-def _check_together(config: DeepseekV3Config, where: str) -> None:
-    """Raise where values that are right alone do not go together."""
-    problem = None
+def check_routing(config: MoEConfig, where: str) -> None:
+    """Raises ModelError where numbers of experts that are right alone do not go together."""
     if config.n_routed_experts % config.n_group or config.topk_group > config.n_group:
-        problem = "n_group must divide n_routed_experts, and topk_group must not exceed it"
-    elif config.num_experts_per_tok > config.n_routed_experts // config.n_group * config.topk_group:
-        problem = "num_experts_per_tok exceeds the experts in topk_group groups"
-    elif config.qk_rope_head_dim % 2:
-        problem = f"qk_rope_head_dim must be even, not {config.qk_rope_head_dim}"
-    if problem is not None:
-        raise ModelError(problem, where=where)
+        raise ModelError("n_group must divide n_routed_experts, and topk_group must not exceed it", where=where)
+    num_experts = config.n_routed_experts // config.n_group * config.topk_group
+    if config.num_experts_per_tok > num_experts:
+        raise ModelError(f"num_experts_per_tok exceeds the {num_experts} experts that there are to choose", where=where)
 
 
 def check_rope_scaling(scaling: object) -> str:

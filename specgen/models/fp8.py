@@ -81,6 +81,11 @@ def scale_names(stored: Mapping[str, StoredTensor], wanted: Iterable[str]) -> di
     return found
 
 
+def scaled_name(name: str) -> str:
+    """The name of the tensor that a scale of this name would belong to; "" if it is no scale's."""
+    return next((name.removesuffix(suffix) for suffix in _SUFFIXES if name.endswith(suffix)), "")
+
+
 def _scale_shapes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     rows, columns = shape
     return (), (1,), (1, 1), (rows,), (rows, 1), (-(-rows // BLOCK), -(-columns // BLOCK))
@@ -91,6 +96,9 @@ def apply_scales(checkpoint: Checkpoint, plan: Plan, scales: Mapping[str, str]) 
     """Multiplies the weights that were filled with FP8 values by their scales; returns the scales' bytes.
 
     The product is rounded once, to the weight's dtype.
+
+    Raises:
+        ModelError: a scale is NaN or infinite.
     """
     num_bytes = 0
     for name, scale_name in scales.items():
@@ -98,11 +106,19 @@ def apply_scales(checkpoint: Checkpoint, plan: Plan, scales: Mapping[str, str]) 
         with TensorFile(stored.path) as file:
             buffer = torch.empty(stored.num_bytes, dtype=torch.uint8)
             scale = file.read_rows(stored, 0, stored.shape[0] if stored.shape else 1, buffer)
+        if not scale.float().isfinite().all():
+            raise not_finite(stored)
         full = expand_scale(scale.to(target.parts[0][0].device).float(), target.shape)
         for weight, part in target.parts:
             weight.copy_(weight.float() * (full if part is None else part(full)))
         num_bytes += stored.num_bytes
     return num_bytes
+
+
+def not_finite(stored: StoredTensor) -> ModelError:
+    """The error that a stored tensor holds what no trained model has: every token would follow from it."""
+    message = f"{stored.name!r} holds NaN or infinite values"
+    return ModelError(message, where=str(stored.path), hint="fetch the file again")
 
 
 def expand_scale(scale: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

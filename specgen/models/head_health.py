@@ -2,10 +2,10 @@
 
 The texts are given, so nothing is generated: the target reads them once, and its likeliest token after every position
 is compared with the head's, which is shown the same tokens. The same is done under the other convention of each
-property that a head's tensors don't tell, by the overlap of the two distributions, sum(min(p, q)), which is finer and
-compared position by position; a head that overlaps more under another one was loaded wrongly, and a head whose tokens
-never agree is broken. Later drafts are measured on a chain whose keys and values all come from the same draft pass,
-which a run's do only in part, so that their figures are near those of a run and not equal to them.
+property that a head's tensors don't tell, by the overlap of the two distributions, sum(min(target, draft)), which is
+finer and compared position by position; a head that overlaps more under another one was loaded wrongly, and a head
+whose tokens never agree is broken. Later drafts are measured on a chain whose keys and values all come from the same
+draft pass, which a run's do only in part, so that their figures are near those of a run and not equal to them.
 """
 
 from __future__ import annotations
@@ -40,33 +40,46 @@ _BROKEN_BELOW = 0.04  # share of positions
 _LEAST_GAIN, _SIGMAS = 0.01, 3.0  # of overlap, for another convention to count as better
 
 
+class Comparison(NamedTuple):
+    """The head under another convention: `gain`, its mean and standard error, over the overlap as it is declared."""
+
+    declared: float
+    gain: float
+    error: float
+
+
 class HeadHealth(NamedTuple):
     """How near the head is to the target.
 
     rates: shares of positions where the head's likeliest token is the target's, for each draft, given that the ones
     before it are right. overlap: of the first draft's distribution with the target's, a mean over `num_positions`.
-    gains: what it gains under the other convention of each property, as (mean, standard error).
+    others: under the other convention of each property, by what it is in words.
     """
 
     num_positions: int
     rates: tuple[float, ...]
     overlap: float
-    gains: dict[str, tuple[float, float]]
+    others: dict[str, Comparison]
 
     @property
     def problem(self) -> str | None:
         """What is wrong with the head, in words; None if nothing is."""
-        better = {name: gain for name, (gain, error) in self.gains.items() if gain > max(_LEAST_GAIN, _SIGMAS * error)}
+        better = {k: c for k, c in self.others.items() if c.gain > max(_LEAST_GAIN, _SIGMAS * c.error)}
         if better:
-            name = max(better, key=lambda key: better[key])
+            name, (declared, gain, _) = max(better.items(), key=lambda item: item[1].gain)
             return (
-                f"the draft head agrees better with the model {name}, by {self.overlap + better[name]:.2f} against "
-                f"{self.overlap:.2f}: it was trained under another convention than the one it is run under"
+                f"the draft head agrees better with the model {name}, by {declared + gain:.2f} against "
+                f"{declared:.2f}: it was trained under another convention than the one it is run under"
             )
         if self.rates[0] < _BROKEN_BELOW:
             share = f"{self.rates[0]:.1%} of {self.num_positions} positions"
             return f"the draft head agrees with the model at {share}: it is broken, or another model's"
         return None
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, as plain values."""
+        others = {name: other._asdict() for name, other in self.others.items()}
+        return self._asdict() | {"others": others, "problem": self.problem}
 
 
 def encoded_texts(
@@ -101,23 +114,38 @@ def measure_head(target: TargetModel, draft: Any, prompts: Sequence[Sequence[int
         drafts = draft.compute_logits(layer, hidden[rows]).argmax(-1)
         rates.append(float((drafts == wanted[rows + 1]).float().mean()))
 
-    def overlap(is_normed: bool) -> torch.Tensor:
-        rows = step.compared(0)
-        logits = draft.compute_logits(0, step.run(draft, 0, by_norm[is_normed])[rows])
+    def overlap(hidden: torch.Tensor, number: int = 0) -> torch.Tensor:
+        """Of draft `number`, made from `hidden`, at each position."""
+        rows, layer = step.compared(number), number % draft.num_layers
+        logits = draft.compute_logits(layer, step.run(draft, layer, hidden)[rows])
         return torch.minimum(logits.softmax(-1), probs[rows + 1]).sum(-1)
 
-    declared = overlap(normed_for_head)
+    source = by_norm[normed_for_head]
+    declared = overlap(source)
     where = "before" if normed_for_head else "after"
-    others = {f"with the model's hidden states {where} the final norm": overlap(not normed_for_head)}
-    with _other_order(draft):
-        others["with the inputs of its projection in the other order"] = overlap(normed_for_head)
-    with _other_mask(draft) as masks:
-        others[f"with the embedding at position 0 {'kept' if masks else 'masked'}"] = overlap(normed_for_head)
-    gains = {}
-    for name, other in others.items():
-        gain = other - declared
-        gains[name] = (float(gain.mean()), float(gain.std()) / len(gain) ** 0.5)
-    return HeadHealth(len(declared), tuple(rates), float(declared.mean()), gains)
+    others = {
+        f"with the model's hidden states {where} the final norm": _compare(
+            overlap(by_norm[not normed_for_head]), declared
+        )
+    }
+    with _flipped(draft, "hidden_first"):
+        others["with the inputs of its projection in the other order"] = _compare(overlap(source), declared)
+    with _flipped(draft, "mask_first_embedding") as masks:
+        name = f"with the embedding at position 0 {'kept' if masks else 'masked'}"
+        others[name] = _compare(overlap(source), declared)
+    if num_drafts > 1:
+        carried = step.run(draft, 0, source)
+        # what takes it norms it first, whatever its scale: without the norm's weight it is as if it was not normed
+        weight = draft.layers[0].final_norm.weight
+        plain = carried / weight.where(weight != 0, 1.0)
+        name = "with its own output carried on before its final norm"
+        others[name] = _compare(overlap(plain.roll(1, 0), 1), overlap(carried.roll(1, 0), 1))
+    return HeadHealth(len(declared), tuple(rates), float(declared.mean()), others)
+
+
+def _compare(other: torch.Tensor, declared: torch.Tensor) -> Comparison:
+    gain = other - declared
+    return Comparison(float(declared.mean()), float(gain.mean()), float(gain.std()) / len(gain) ** 0.5)
 
 
 class _Step:
@@ -161,25 +189,12 @@ class _Step:
 
 
 @contextlib.contextmanager
-def _other_order(draft: Any) -> Iterator[None]:
-    """The first layer's projection takes its two inputs in the other order."""
-    weight = (draft.layers[0].projection if hasattr(draft.layers[0], "projection") else draft.layers[0].eh_proj).weight
-    half = weight.shape[1] // 2
-    kept = weight.clone()
-    try:
-        weight.copy_(kept.roll(half, 1))
-        yield
-    finally:
-        weight.copy_(kept)
-
-
-@contextlib.contextmanager
-def _other_mask(draft: Any) -> Iterator[bool]:
-    """Position 0 is masked if it is not as a rule, and the other way round; tells which is the rule."""
+def _flipped(draft: Any, name: str) -> Iterator[bool]:
+    """The first layer's property `name` is the other way round; tells which is the rule."""
     layer = draft.layers[0]
-    masks: bool = layer.mask_first_embedding
+    rule: bool = getattr(layer, name)
     try:
-        layer.mask_first_embedding = not masks
-        yield masks
+        setattr(layer, name, not rule)
+        yield rule
     finally:
-        layer.mask_first_embedding = masks
+        setattr(layer, name, rule)

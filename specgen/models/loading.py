@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,6 +20,9 @@ from specgen.models.head_folder import build_head, read_head
 from specgen.models.kept_float8 import as_if_stored, keep_float8
 from specgen.models.layers import give_memory, weights_without_memory
 from specgen.models.weights import Checkpoint, OnProgress, Plan, check_tensors, fill_random, load_weights
+from specgen.stats import counted
+
+logger = logging.getLogger(__name__)
 
 
 class LoadedModel(NamedTuple):
@@ -144,11 +148,11 @@ def _build(
     target: TargetModel = family.build(config, max_positions, dtype, device)
     plan = family.plan(target)
     if not num_speculative_tokens:
-        return _Built(target, None, plan, _unused_prefixes(family, config, 0))
+        return _Built(target, None, plan, unused_prefixes(family, config, 0))
     if draft_folder is not None:
         head = read_head(draft_folder, config, max_positions)
         built = build_head(head, target, num_speculative_tokens, max_positions, dtype, device)
-        unused = _unused_prefixes(family, config, 0)
+        unused = unused_prefixes(family, config, 0)
         return _Built(target, built.head, plan, unused, head.checkpoint, built.plan, built.unused)
     num_layers = min(config.num_nextn_predict_layers, num_speculative_tokens)
     _require_draft_layers(family, config, checkpoint, num_layers)
@@ -156,7 +160,11 @@ def _build(
     # a model of random weights brings no copies of the target's embedding and head
     mtp = family.draft.build(target, num_layers, names, dtype, device)
     plan |= family.draft.plan(mtp, config, names)
-    return _Built(target, mtp, plan, _unused_prefixes(family, config, num_layers))
+    if num_layers < num_speculative_tokens:
+        logger.info(
+            "%d drafts a step from %s: they take turns", num_speculative_tokens, counted(num_layers, "draft layer")
+        )
+    return _Built(target, mtp, plan, unused_prefixes(family, config, num_layers))
 
 
 def _share_equal_copies(target: TargetModel, mtp: DraftModel) -> None:
@@ -168,8 +176,8 @@ def _share_equal_copies(target: TargetModel, mtp: DraftModel) -> None:
             mtp.heads[i] = target.lm_head
 
 
-def _unused_prefixes(family: Family, config: ModelConfig, num_layers: int) -> tuple[str, ...]:
-    """Draft layers that are not run, and copies of what is read elsewhere."""
+def unused_prefixes(family: Family, config: ModelConfig, num_layers: int) -> tuple[str, ...]:
+    """Of tensors that may be left over where `num_layers` draft layers are run: other ones, and copies."""
     unused = list(family.unused(config))
     if family.draft is not None:
         for i in range(config.num_nextn_predict_layers):
@@ -187,8 +195,5 @@ def _require_draft_layers(family: Family, config: ModelConfig, checkpoint: Check
     for i in range(num_layers):
         prefix = family.draft.prefix(config, i)
         if not any(name.startswith(prefix) for name in checkpoint.names):
-            raise ModelError(
-                f"config.json promises a draft layer, and no tensor begins with {prefix!r}",
-                where=str(checkpoint.folder),
-                hint=hint + "; a converter may have dropped it",
-            )
+            message = f"config.json promises a draft layer, and no tensor begins with {prefix!r}"
+            raise checkpoint.missing("", message, hint + "; a converter may have dropped it")

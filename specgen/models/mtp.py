@@ -25,6 +25,7 @@ from specgen.models.layers import Embedding, Head, Linear, RMSNorm
 class MTPLayer(nn.Module):
     """Two norms, a projection 2H -> H, one decoder layer, and the norm before the head."""
 
+    hidden_first = False
     mask_first_embedding = True
 
     def __init__(
@@ -37,7 +38,7 @@ class MTPLayer(nn.Module):
         self.hnorm = RMSNorm(size, eps, dtype, device)
         self.eh_proj = Linear(2 * size, size, dtype, device)
         self.mtp_block = DecoderLayer(config, config.num_hidden_layers + index, scale, dtype, device)
-        self.shared_head_norm = RMSNorm(size, eps, dtype, device)
+        self.final_norm = RMSNorm(size, eps, dtype, device)
 
     def forward(
         self,
@@ -54,14 +55,12 @@ class MTPLayer(nn.Module):
         """
         embedding_norm, hidden_norm, eps = self.enorm.weight, self.hnorm.weight, self.enorm.eps
         inputs = draft_layer_inputs(
-            input_ids, context.positions, embedding, previous, embedding_norm, hidden_norm, eps, False,
+            input_ids, context.positions, embedding, previous, embedding_norm, hidden_norm, eps, self.hidden_first,
             self.mask_first_embedding,
         )  # fmt: skip
         hidden = self.eh_proj(inputs)
         block = self.mtp_block
-        return block(
-            block.input_layernorm(hidden), hidden, context, kv_cache, cos_sin, self.shared_head_norm, self.index
-        )[0]
+        return block(block.input_layernorm(hidden), hidden, context, kv_cache, cos_sin, self.final_norm, self.index)[0]
 
 
 class DeepseekMTP(nn.Module):

@@ -129,7 +129,7 @@ def plan_mtp(mtp: DeepseekMTP, config: DeepseekV3Config, names: frozenset[str]) 
         plan_decoder_layer(plan, prefix, layer.mtp_block)  # type: ignore[arg-type]
         for name in ("enorm", "hnorm", "eh_proj"):
             plan[f"{prefix}{name}.weight"] = whole(getattr(layer, name).weight)
-        plan[prefix + "shared_head.norm.weight"] = whole(layer.shared_head_norm.weight)  # type: ignore[arg-type, union-attr]
+        plan[prefix + "shared_head.norm.weight"] = whole(layer.final_norm.weight)  # type: ignore[arg-type, union-attr]
         if prefix + "shared_head.head.weight" in names:
             plan[prefix + "shared_head.head.weight"] = whole(mtp.heads[i].weight)  # type: ignore[arg-type]
     embedding = f"model.layers.{config.num_hidden_layers}.embed_tokens.weight"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ import torch
 
 from specgen.errors import ModelError
 from specgen.models.checkpoint import Checkpoint, StoredTensor, TensorFile
-from specgen.models.fp8 import BLOCK, apply_scales, scale_names
+from specgen.models.fp8 import BLOCK, apply_scales, not_finite, scale_names, scaled_name
 from specgen.models.staging import Staging
 from specgen.stats import counted
 
@@ -54,7 +54,12 @@ def load_weights(
     Raises:
         ModelError: a tensor is missing, is not in the plan, has another shape or an integer dtype, or is not finite.
     """
-    scales = check_tensors(checkpoint, plan, unused_prefixes)
+    check_tensors(checkpoint, plan, unused_prefixes)
+    scales = {
+        name: scale
+        for name, scale in scale_names(checkpoint.tensors, plan).items()
+        if plan[name].parts[0][0].dtype != torch.float8_e4m3fn  # kept in FP8: the scale is a tensor of the plan
+    }
     units = checkpoint.units(plan, _UNIT_BYTES)
     progress = _Progress(sum(stored.num_bytes for unit in units for stored in unit), on_progress)
     device = next(iter(plan.values())).parts[0][0].device
@@ -73,54 +78,61 @@ def load_weights(
     return progress.total + scale_bytes
 
 
-def check_tensors(checkpoint: Checkpoint, plan: Plan, unused_prefixes: tuple[str, ...]) -> dict[str, str]:
-    """Returns the names of the scales to be applied, by tensor, if the checkpoint holds what the plan needs.
+def check_tensors(checkpoint: Checkpoint, plan: Plan, unused_prefixes: tuple[str, ...]) -> None:
+    """Returns if the checkpoint holds what the plan needs, and nothing else but tensors named by `unused_prefixes`.
 
     Raises:
-        ModelError: a tensor is missing, is not in the plan, has another shape or a dtype that is not loaded.
+        ModelError: the first of `tensor_problems`.
     """
-    missing = sorted(plan.keys() - checkpoint.names)
-    if missing:
-        raise ModelError(
-            f"{counted(len(missing), 'tensor')} missing, the first is {missing[0]!r}",
-            where=str(checkpoint.folder),
-            hint="are all of the model's files there?",
-        )
-    scales = scale_names(checkpoint.tensors, plan)
-    for name in [name for name in scales if plan[name].parts[0][0].dtype == torch.float8_e4m3fn]:
-        del scales[name]  # kept in FP8: the scale is a tensor of the plan
-    left = [
-        name
-        for name in checkpoint.names - plan.keys() - set(scales.values())
-        if not name.startswith(unused_prefixes) and not _COMPUTED.search(name)
-    ]
-    if left:
-        name = min(left)
-        where = str(checkpoint.tensors[name].path)
-        raise ModelError(
-            f"unexpected tensor {name!r} ({len(left)} in all)",
-            where=where,
-            hint="the model has a part that its model_type has not, or the file belongs to another model",
-        )
-    for name in sorted(plan):
-        stored = checkpoint.tensors[name]
-        if stored.shape != plan[name].shape:
-            raise ModelError(
-                f"{name!r} has shape {list(stored.shape)}; config.json asks for {list(plan[name].shape)}",
-                where=str(stored.path),
-            )
-        _ = stored.dtype  # refuses what is not supported
-    return scales
+    for problem in tensor_problems(checkpoint, plan, unused_prefixes):
+        raise problem
+
+
+def tensor_problems(checkpoint: Checkpoint, plan: Plan, unused_prefixes: tuple[str, ...]) -> list[ModelError]:
+    """What the headers tell is wrong, the first of each kind: a tensor is missing, has a dtype that is not loaded, is
+    FP8 without a scale that fits, is not in the plan, or has another shape.
+    """
+    problems: list[ModelError] = []
+    if missing := sorted(plan.keys() - checkpoint.names):
+        message = f"{counted(len(missing), 'tensor')} missing, the first is {missing[0]!r}"
+        problems.append(checkpoint.missing(missing[0], message, "are all of the model's files there?"))
+    wanted = [checkpoint.tensors[name] for name in sorted(plan.keys() & checkpoint.names)]
+    try:
+        for stored in wanted:
+            _ = stored.dtype  # refuses what is not supported
+        scales = scale_names(checkpoint.tensors, [stored.name for stored in wanted])
+    except ModelError as error:
+        problems.append(error)
+    else:
+        problems += _unexpected(checkpoint, checkpoint.names - plan.keys() - set(scales.values()), unused_prefixes)
+    for stored in wanted:
+        if stored.shape != plan[stored.name].shape:
+            message = f"{stored.name!r} has shape {list(stored.shape)}; config.json asks for "
+            problems.append(ModelError(message + str(list(plan[stored.name].shape)), where=str(stored.path)))
+            break
+    return problems
+
+
+def _unexpected(checkpoint: Checkpoint, names: Iterable[str], unused_prefixes: tuple[str, ...]) -> list[ModelError]:
+    """An error that names the first of the tensors that nothing reads, if there are any."""
+    left = [name for name in names if not name.startswith(unused_prefixes) and not _COMPUTED.search(name)]
+    if not left:
+        return []
+    name = min(left)
+    hint = "the model has a part that its model_type has not, or the file belongs to another model"
+    if (weight := checkpoint.tensors.get(scaled_name(name))) is not None:
+        hint = f"it is the scale of a tensor in FP8, and {weight.name!r} is stored in {weight.dtype_name}"
+    where = str(checkpoint.tensors[name].path)
+    return [ModelError(f"unexpected tensor {name!r} ({len(left)} in all)", where=where, hint=hint)]
 
 
 def _require_finite(checkpoint: Checkpoint, plan: Plan) -> None:
-    """Raises ModelError, naming the tensor, if a weight holds NaN or infinity: every token would follow from it."""
+    """Raises ModelError, naming the tensor, if a weight holds NaN or infinity."""
     weights = [(name, weight) for name, target in plan.items() for weight, _ in target.parts]
     bounds = torch.stack([torch.stack(torch.aminmax(_comparable(weight))).float() for _, weight in weights])
     for (name, _), is_finite in zip(weights, bounds.isfinite().all(1).tolist(), strict=True):
         if not is_finite:
-            where = str(checkpoint.tensors[name].path)
-            raise ModelError(f"{name!r} holds NaN or infinite values", where=where, hint="fetch the file again")
+            raise not_finite(checkpoint.tensors[name])
 
 
 def _comparable(weight: torch.Tensor) -> torch.Tensor:

@@ -91,6 +91,9 @@ def test_each_number_of_rows_has_its_own() -> None:
     assert machine.length.best == {1: 3, 127: 0}
     machine.run(2, 1)
     assert machine.length.limit == 3
+    machine.run(2, 32)
+    assert machine.length.limit == 0  # as the nearest number of rows, until it is found out
+    assert 63 not in machine.length.best
 
 
 def test_a_change_of_the_texts_is_noticed() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from float8_weights import quantise
 from safetensors.torch import load_file, save_file
 from tiny_dense import config_of, random_head, random_weights, write_folder
 
@@ -20,6 +22,14 @@ CPU = torch.device("cpu")
 
 def inspect(folder: Path, head: Path | None = None) -> Inspection:
     return inspect_model(folder, head, torch.float32, CPU, self_test=False)
+
+
+def copy_of_the_bundled(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    for path in resolve_model("stories-7m").iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
 
 
 def test_the_bundled_model() -> None:
@@ -47,9 +57,10 @@ def test_parameters_are_those_of_the_files(tmp_path: Path, family: str) -> None:
 
 def test_a_tied_head_counts_once_and_a_head_folder_counts_its_own(tmp_path: Path) -> None:
     config = config_of("llama", tie_word_embeddings=True)
-    head_config = config_of("llama", num_nextn_predict_layers=1)
+    head_config = config_of("llama", num_nextn_predict_layers=1, max_position_embeddings=40)
     head = write_folder(tmp_path / "head", head_config, random_head(head_config), file="mtp")
     found = inspect(write_folder(tmp_path / "model", config), head)
+    assert found.max_tokens == 40
     assert found.parameters == sum(t.numel() for t in random_weights(config).values())
     assert found.draft_parameters == sum(t.numel() for t in random_head(head_config).values())
     assert found.head_properties["hidden states"] == "before the final norm"
@@ -69,15 +80,66 @@ def test_a_float8_cache_takes_a_byte_a_number(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_what_stops_a_run_is_told_at_once(tmp_path: Path) -> None:
-    """U06, and a missing and a wrong tensor beside it."""
+    """Draft layers that are declared and not there, and a missing and a wrong tensor beside them."""
     weights = random_weights(config_of("mimo"))
     kept = {name: tensor for name, tensor in weights.items() if "mtp_layers" not in name}
     kept["model.norm.weight"] = torch.ones(47)
     del kept["model.layers.1.mlp.up_proj.weight"]
     problems = "\n".join(inspect(write_folder(tmp_path, config_of("mimo"), kept)).problems)
     assert "1 tensor missing, the first is 'model.layers.1.mlp.up_proj.weight'" in problems
-    assert "'model.norm.weight' in model.safetensors: [47], and config.json asks for [48]" in problems
-    assert "promises 1 draft layers, the files hold 0" in problems
+    assert "model.safetensors: 'model.norm.weight' has shape [47]; config.json asks for [48]" in problems
+    assert "promises 1 draft layer, the files hold 0" in problems
+
+
+def test_the_headers_tell_all_that_a_load_would(tmp_path: Path) -> None:
+    """With nothing loaded: a tensor too many, one of integers, and one in FP8 whose scale does not fit."""
+    weights = random_weights(config_of("llama"))
+    name = "model.layers.1.mlp.up_proj.weight"
+    for change, part in (
+        (
+            {"model.layers.0.self_attn.q_proj.bias": torch.ones(48)},
+            "unexpected tensor 'model.layers.0.self_attn.q_proj",
+        ),
+        ({name: weights[name].to(torch.int8)}, f"'{name}' has dtype I8"),
+        (
+            {name: weights[name].to(torch.float8_e4m3fn), name + "_scale_inv": torch.ones(3, 3)},
+            "[3, 3], which does not",
+        ),
+        ({name: weights[name].to(torch.float8_e4m3fn)}, f"'{name}' is FP8, and neither"),
+    ):
+        problems = inspect(write_folder(tmp_path, config_of("llama"), weights | change)).problems
+        assert any(part in problem for problem in problems), part
+
+
+def test_what_only_a_load_tells_stands_below_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy_of_the_bundled(tmp_path, lambda w: w["model.norm.weight"].fill_(float("nan")))
+    assert main(["inspect", str(tmp_path)]) == 2
+    shown = capsys.readouterr()
+    assert "not tested: the model cannot be run as it is" in shown.out
+    assert "error: " in shown.err and "'model.norm.weight' holds NaN" in shown.err
+
+
+def test_stop_tokens_are_shown_without_a_tokenizer(tmp_path: Path) -> None:
+    found = inspect(write_folder(tmp_path, config_of("llama", eos_token_id=[5, 9])))
+    assert [(t.token_id, t.text, t.origins) for t in found.stop_tokens] == [(n, None, ("config.json",)) for n in (5, 9)]
+    assert any("no tokenizer.json" in problem for problem in found.problems)
+
+
+def test_kept_float8_is_counted_as_it_is_held(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Values of a byte, a scale for each row and 128 columns; and the draft head is tested so."""
+    copy_of_the_bundled(tmp_path, lambda w: w.update(quantise(w, "block", "embed|head.weight|gate.weight")[0]))
+    stored = load_file(tmp_path / "model.safetensors")
+    found = inspect_model(tmp_path, None, torch.float32, CPU, self_test=True, keeps_float8=True)
+    size = 0
+    for name, tensor in stored.items():
+        if not name.endswith("_scale_inv"):
+            is_kept = tensor.dtype == torch.float8_e4m3fn and "kv_b_proj" not in name
+            rows, columns = tensor.shape if is_kept else (0, 0)
+            size += tensor.numel() + 4 * rows * math.ceil(columns / 128) if is_kept else 4 * tensor.numel()
+    assert found.weight_bytes == size
+    assert found.head is not None and found.head.problem is None
+    assert main(["inspect", str(tmp_path), "--float8", "keep", "--no-self-test"]) == 0
+    assert "with FP8 kept, the rest in float32" in capsys.readouterr().out
 
 
 def test_a_configuration_alone_tells_its_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,12 +170,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_strict_refuses_a_head_of_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = resolve_model("stories-7m")
-    for path in source.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    weights = load_file(tmp_path / "model.safetensors")
     name = "model.layers.4.eh_proj.weight"
-    save_file(weights | {name: weights[name].roll(256, 1).contiguous()}, tmp_path / "model.safetensors")
-    assert main(["inspect", str(tmp_path)]) == 0
-    assert main(["inspect", str(tmp_path), "--strict"]) == 2
-    assert "inputs of its projection in the other order" in capsys.readouterr().err.replace("\n", " ")
+    copy_of_the_bundled(tmp_path, lambda w: w.update({name: w[name].roll(256, 1)}))
+    for flags, code, word in (([], 0, "warning"), (["--strict"], 2, "error")):
+        assert main(["inspect", str(tmp_path), *flags]) == code
+        told = capsys.readouterr().err.replace("\n", " ")
+        assert told.startswith(f"{word}: ") and "inputs of its projection in the other order" in told

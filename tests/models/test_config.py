@@ -56,7 +56,7 @@ def test_what_is_no_object_or_lacks_a_key() -> None:
 
 def test_null_is_as_good_as_not_written() -> None:
     config = parse_config(
-        CONFIG | {"num_nextn_predict_layers": None, "n_shared_experts": None, "rope_theta": None}, "x"
+        CONFIG | dict.fromkeys(("num_nextn_predict_layers", "n_shared_experts", "rope_theta", "attention_bias")), "x"
     )
     assert (config.num_nextn_predict_layers, config.n_shared_experts, config.rope_theta) == (0, 0, 10_000.0)
 

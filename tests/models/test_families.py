@@ -1,7 +1,6 @@
 """Law 3 for every family: logits equal transformers', drafts equal a plain draft layer's; and law 1.
 
-All in float32 on the CPU, where sums run in other orders: 1e-4 of logits of size 8 is the tolerance, measured maxima
-are at most 3.3e-5.
+All in float32 on the CPU, where sums run in other orders: measured differences are at most 6e-6 of the largest logit.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from specgen.models.families import known_families
 from specgen.models.loading import check_model, load_model
 from specgen.sampling_params import SamplingParams
 
-TOLERANCE = 1e-4
+TOLERANCE = 2e-5  # of the largest logit
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -74,6 +73,7 @@ _V2 = CONFIG | {
 _GROUPS = {"topk_method": "group_limited_greedy", "n_routed_experts": 16, "n_group": 4, "topk_group": 2}
 LATENT: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": _LITE,
+    "glm4_moe_lite, heads of other sizes": _LITE | {"qk_nope_head_dim": 20, "v_head_dim": 28},
     "deepseek_v2": _V2 | {"q_lora_rank": None},
     "deepseek_v2 groups": _V2 | _GROUPS | {"num_experts_per_tok": 4},
     "deepseek_v2 yarn": _V2 | {"rope_scaling": {"type": "yarn", **YARN, "mscale": 0.707, "mscale_all_dim": 0.707}},
@@ -91,7 +91,7 @@ def assert_equals_transformers(folder: Path) -> None:
     oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     with torch.inference_mode():
         want = oracle(torch.tensor([ids])).logits[0]
-    assert (whole_sequence_logits(target, ids) - want).abs().max() < TOLERANCE
+    assert (whole_sequence_logits(target, ids) - want).abs().max() < TOLERANCE * want.abs().max()
 
 
 @pytest.mark.parametrize("variant", DENSE)
@@ -114,12 +114,12 @@ def test_mimo_equals_the_plain_model(tmp_path: Path) -> None:
     want = PlainDense(random_weights(config_of("mimo")), config_of("mimo"), torch.float64).target_logits(
         torch.tensor(ids)
     )
-    assert (whole_sequence_logits(target, ids) - want).abs().max() < TOLERANCE
+    assert (whole_sequence_logits(target, ids) - want).abs().max() < TOLERANCE * want.abs().max()
 
 
 def test_every_family_is_tested() -> None:
     tested = {family for family, _ in DENSE.values()} | {c["model_type"] for c in LATENT.values()}
-    assert set(known_families()) == tested | {"mimo", "deepseek_v3", "kimi_k2"}
+    assert set(known_families()) == tested | {"mimo"} | {"deepseek_v3", "kimi_k2"}  # these in test_deepseek_v3.py
     assert set(CONFIGS) <= set(known_families())
 
 
@@ -193,6 +193,17 @@ def test_drafts_of_a_head_from_a_second_folder(tmp_path: Path, target: str, chan
         random_weights(config_of(target)), config_of(target), torch.float64, (random_head(config), config)
     )
     assert assert_chains_equal(oracle, records, every=3) > 20
+
+
+def test_drafts_of_a_head_over_latent_attention(tmp_path: Path) -> None:
+    config = _V2 | {"first_k_dense_replace": 2}  # the plain model has no softmax routing
+    weights = latent_weights(config)
+    head_config = HEAD | {"num_attention_heads": 4, "num_key_value_heads": 2}
+    oracle = PlainDense(weights, config, torch.float64, (random_head(head_config), head_config))
+    oracle.stream = PlainDeepseek(weights, config, torch.float64).stream  # type: ignore[method-assign]
+    folder = write_folder(tmp_path / "model", config, weights)
+    head = write_head(tmp_path / "head", **head_config)
+    assert assert_chains_equal(oracle, record(folder, rows(5), k=3, budget=7, draft_folder=head), every=3) > 20
 
 
 @pytest.mark.parametrize("target", ["llama", "glm4_moe", "deepseek_v2"])
@@ -269,7 +280,8 @@ def test_speculative_equals_plain(tmp_path: Path, family: str) -> None:
         ("llama", {"head_dim": 7}, "must be even, not 7"),
         ("llama", {"quantization_config": {"quant_method": "awq"}}, "awq"),
         ("glm4_moe", {"n_group": 3}, "n_group must divide"),
-        ("qwen3_moe", {"num_experts_per_tok": 9}, "exceeds num_experts"),
+        ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok exceeds the 8 experts"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(family: str, changes: dict[str, Any], named: str) -> None:
@@ -282,6 +294,8 @@ def test_refusals_of_latent_relatives() -> None:
         (_V2 | {"norm_topk_prob": True}, "norm_topk_prob"),
         (_V2 | {"topk_method": "noaux_tc"}, "topk_method"),
         (_LITE | {"mlp_layer_types": ["sparse", "dense"]}, "mlp_layer_types"),
+        (_LITE | {"topk_method": "greedy"}, "topk_method = 'greedy'"),
+        (_LITE | {"partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0\.5"),
     ]:
         with pytest.raises(ModelError, match=named):
             parse_config(config, "config.json")
@@ -343,6 +357,29 @@ class TestBrokenFolders:
         with pytest.raises(ModelError, match=r"model-00003-of-00005\.safetensors', which is not there"):
             self.load(folder)
 
+    def test_an_index_that_leaves_a_file_out(self, folder: Path) -> None:
+        index = folder / "model.safetensors.index.json"
+        file_of = json.loads(index.read_text())["weight_map"]
+        file = "model-00003-of-00005.safetensors"
+        index.write_text(json.dumps({"weight_map": {k: v for k, v in file_of.items() if v != file}}))
+        with pytest.raises(ModelError, match=rf"missing.*{file} is in the folder, and the index does not name it"):
+            self.load(folder)
+        kept = {k: v for k, v in file_of.items() if "mtp_layers" not in k}
+        index.write_text(json.dumps({"weight_map": kept}))
+        self.load(folder)  # what is in a file that the index names is found there
+
+    def test_draft_layers_in_a_file_that_the_index_leaves_out(self, folder: Path) -> None:
+        weights = {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
+        for path in folder.glob("model*"):
+            path.unlink()
+        target = {k: v for k, v in weights.items() if "mtp_layers" not in k}
+        save_file(target, folder / "model-1.safetensors")
+        save_file({k: v for k, v in weights.items() if k not in target}, folder / "mtp.safetensors")
+        index = {"weight_map": dict.fromkeys(target, "model-1.safetensors")}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(ModelError, match=r"promises a draft layer.*mtp\.safetensors is in the folder"):
+            self.load(folder)
+
     @pytest.mark.parametrize("index", ["[]", '{"weight_map": 5}', '{"weight_map": {"lm_head.weight": 1}}', "{}"])
     def test_an_index_that_is_none(self, folder: Path, index: str) -> None:
         (folder / "model.safetensors.index.json").write_text(index)
@@ -389,8 +426,8 @@ class TestBrokenFolders:
             self.load(folder)
 
     def test_a_tensor_that_a_shard_lacks(self, folder: Path) -> None:
-        self.replace(folder, "model.mtp_layers.0.input_proj.weight", None)
-        with pytest.raises(ModelError, match=r"model\.mtp_layers\.0\.input_proj\.weight"):
+        file = self.replace(folder, "model.mtp_layers.0.input_proj.weight", None)
+        with pytest.raises(ModelError, match=rf"{file}: .*mtp_layers\.0\.input_proj\.weight', and the index says"):
             self.load(folder)
         self.load(folder, k=0)
 
@@ -404,5 +441,5 @@ class TestBrokenFolders:
 
     def test_a_tensor_of_integers(self, folder: Path) -> None:
         self.replace(folder, "model.norm.weight", torch.ones(48, dtype=torch.int8))
-        with pytest.raises(ModelError, match=r"model\.norm\.weight' has dtype I8"):
+        with pytest.raises(ModelError, match=r"model\.norm\.weight' has dtype I8, .*BF16"):
             self.load(folder)

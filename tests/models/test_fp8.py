@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from float8_weights import COMPRESSED, FP8, quantise
 from harness import Row, reference, run_rows
 from tiny import CONFIG, random_weights
 from tiny_dense import config_of, write_folder
@@ -20,38 +21,8 @@ from specgen.models.kept_float8 import BlockFloat8Linear
 from specgen.models.loading import load_model
 from specgen.sampling_params import SamplingParams
 
-FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-COMPRESSED = {
-    "quant_method": "compressed-tensors",
-    "format": "float-quantized",
-    "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}},
-}
 # More than one block in both directions, none of them whole.
 SIZES = {"hidden_size": 144, "intermediate_size": 160, "num_attention_heads": 6, "num_key_value_heads": 2}
-
-
-def quantise(
-    weights: dict[str, torch.Tensor], layout: str, skip: str = "embed|head|gate.weight|eh_proj"
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The weights as an FP8 checkpoint stores them, and what they mean, in float32."""
-    stored, meant = {}, {}
-    for name, weight in weights.items():
-        if weight.dim() != 2 or any(word in name for word in skip.split("|")):
-            stored[name] = meant[name] = weight
-            continue
-        rows, columns = weight.shape
-        if layout == "block":
-            shape = (-(-rows // 128), -(-columns // 128))
-            index = (torch.arange(rows)[:, None] // 128 * shape[1] + torch.arange(columns) // 128).flatten()
-            size = torch.zeros(shape[0] * shape[1]).scatter_reduce(0, index, weight.abs().flatten(), "amax")
-            scale, full = (size / 448).view(shape), (size / 448)[index].view(rows, columns)
-        else:
-            scale = weight.abs().amax(1, keepdim=True) / 448 if layout == "channel" else weight.abs().amax() / 448
-            full = scale.expand(rows, columns)
-        stored[name] = (weight / full).to(torch.float8_e4m3fn)
-        stored[name + ("_scale_inv" if layout == "block" else "_scale")] = scale
-        meant[name] = stored[name].float() * full
-    return stored, meant
 
 
 def same_logits(folder: Path, plain: Path) -> bool:
@@ -110,8 +81,33 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         load({k: v for k, v in stored.items() if k != name + "_scale_inv"})
     with pytest.raises(ModelError, match=r"o_proj\.weight_scale_inv' has shape \[3, 3\]"):
         load(stored | {name + "_scale_inv": torch.ones(3, 3)})
-    with pytest.raises(ModelError, match=r"unexpected tensor .*norm\.weight_scale_inv"):
+    with pytest.raises(ModelError, match=r"unexpected tensor .*norm\.weight_scale_inv.*norm\.weight' is stored in F32"):
         load(stored | {"model.norm.weight_scale_inv": torch.ones(1)})
+    with pytest.raises(ModelError, match=r"o_proj\.weight_scale_inv' has dtype I32"):
+        load(stored | {name + "_scale_inv": torch.ones(2, 2, dtype=torch.int32)})
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["dequantised", "kept"])
+@pytest.mark.parametrize("part", ["0.self_attn.o_proj", "1.mlp.experts.2.down_proj", "2.self_attn.kv_b_proj"])
+def test_values_and_scales_that_are_not_finite_are_named(tmp_path: Path, part: str, keeps: bool) -> None:
+    """e4m3 has two codes of NaN, and no infinity; of the target, its experts, and the draft layer."""
+    config = CONFIG | {"hidden_size": 144, "moe_intermediate_size": 128}
+    stored, _ = quantise(random_weights(config), "block")
+    name = f"model.layers.{part}.weight"
+
+    def load(changed: str, tensor: torch.Tensor) -> None:
+        folder = write_folder(tmp_path, config | {"quantization_config": FP8}, stored | {changed: tensor})
+        with pytest.raises(ModelError, match=rf"model\.safetensors: '{changed}' holds NaN or infinite"):
+            load_model(folder, read_config(folder), 1, 64, torch.bfloat16, torch.device("cpu"), keeps_float8=keeps)
+
+    for code in (0x7F, 0xFF):
+        values = stored[name].clone()
+        values.view(torch.uint8)[1, 2] = code
+        load(name, values)
+    for value in (float("nan"), float("inf"), -float("inf")):
+        scale = stored[name + "_scale_inv"].clone()
+        scale.view(-1)[0] = value
+        load(name + "_scale_inv", scale)
 
 
 @pytest.mark.parametrize(

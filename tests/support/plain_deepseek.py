@@ -92,12 +92,16 @@ class PlainDeepseek:
         y = norm(x, self.w[p + "post_attention_layernorm.weight"], self.eps)
         return x + (self.moe if index >= self.c["first_k_dense_replace"] else self.mlp)(p + "mlp.", y)
 
-    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
-        """[S] -> final-normed hidden states [S, H]."""
+    def stream(self, ids: torch.Tensor) -> torch.Tensor:
+        """[S] -> the residual stream behind the last layer [S, H]."""
         x = self.w["model.embed_tokens.weight"][ids]
         for i in range(self.c["num_hidden_layers"]):
             x = self.layer(i, x)
-        return norm(x, self.w["model.norm.weight"], self.eps)
+        return x
+
+    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
+        """[S] -> final-normed hidden states [S, H]."""
+        return norm(self.stream(ids), self.w["model.norm.weight"], self.eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden @ self.w["lm_head.weight"].T

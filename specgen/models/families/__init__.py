@@ -143,8 +143,10 @@ def find_family(model_type: object, where: str | None = None) -> Family:
         ModelError: it is not supported.
     """
     if not isinstance(model_type, str) or model_type not in _FAMILIES:
-        hint = f"supported: {', '.join(known_families())}"
-        raise ModelError(f"model_type {checks.shown(model_type)} is not supported", where=where, hint=hint)
+        message = f"model_type {checks.shown(model_type)} is not supported"
+        if model_type is None:
+            message = "this is no model's configuration: it has no model_type"
+        raise ModelError(message, where=where, hint=f"supported: {', '.join(known_families())}")
     module = importlib.import_module(f"specgen.models.families.{_FAMILIES[model_type]}")
     family: Family = module.FAMILY
     return family

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from specgen.models.config import DeepseekV3Config, parse_deepseek
+from specgen.models.config import ModelConfig, parse_deepseek
 from specgen.models.deepseek_v3 import DeepseekV3ForCausalLM
 from specgen.models.families import DraftLayout, Family
 from specgen.models.mtp import DeepseekMTP
 from specgen.models.plans import plan_mtp, plan_target
 
 
-def draft_prefix(config: DeepseekV3Config, layer: int) -> str:
+def draft_prefix(config: ModelConfig, layer: int) -> str:
     """What the names of draft layer `layer`'s tensors begin with."""
     return f"model.layers.{config.num_hidden_layers + layer}."
 
@@ -24,13 +24,17 @@ def build_draft(
     device: torch.device,
 ) -> DeepseekMTP:
     """The draft layers, with heads and an embedding of their own where the checkpoint stores them."""
-    prefixes = [draft_prefix(target.config, i) for i in range(num_layers)]
+    return DeepseekMTP(target, num_layers, *own_parts(target.config, num_layers, names), dtype, device)
+
+
+def own_parts(config: ModelConfig, num_layers: int, names: frozenset[str]) -> tuple[bool, frozenset[int]]:
+    """Whether the checkpoint stores an embedding of the draft layers' own, and which of them have a head."""
+    prefixes = [draft_prefix(config, i) for i in range(num_layers)]
     own_heads = frozenset(i for i, p in enumerate(prefixes) if p + "shared_head.head.weight" in names)
-    own_embedding = prefixes[0] + "embed_tokens.weight" in names
-    return DeepseekMTP(target, num_layers, own_embedding, own_heads, dtype, device)
+    return prefixes[0] + "embed_tokens.weight" in names, own_heads
 
 
-def copies(config: DeepseekV3Config, layer: int) -> tuple[str, ...]:
+def copies(config: ModelConfig, layer: int) -> tuple[str, ...]:
     """The embedding is stored with each draft layer, and read with the first."""
     return () if layer == 0 else (draft_prefix(config, layer) + "embed_tokens.",)
 

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 
 from specgen import checks
-from specgen.errors import ModelError
-from specgen.models.config import COUNT, FACTOR, SIZE
+from specgen.models.config import COUNT, FACTOR, SIGMOID_ROUTING, SIZE, check_routing
 from specgen.models.dense import DenseForCausalLM
 from specgen.models.dense_config import DenseConfig, parse_dense
 from specgen.models.draft_head import DraftHead, HeadConvention
 from specgen.models.families import DraftLayout, Family
-from specgen.models.families.deepseek_v3 import copies, draft_prefix
+from specgen.models.families.deepseek_v3 import copies, draft_prefix, own_parts
 from specgen.models.families.llama import unused
 from specgen.models.plans import plan_draft_head, plan_target
 from specgen.models.weights import Plan
@@ -56,13 +55,8 @@ def parse_config(raw: Mapping[str, Any], where: str) -> DenseConfig:
     defaults: dict[str, Any] = dict(_DEFAULTS)
     if not (isinstance(rope, Mapping) and rope.get("partial_rotary_factor")):
         defaults["partial_rotary_factor"] = 0.5
-    fields, values = parse_dense(raw, where, extra_checks=_CHECKS, extra_defaults=defaults)
-    num_experts, groups = values["n_routed_experts"], values["n_group"]
-    if num_experts % groups or values["topk_group"] > groups:
-        raise ModelError("n_group must divide n_routed_experts, and topk_group must not exceed it", where=where)
-    if values["num_experts_per_tok"] > num_experts // groups * values["topk_group"]:
-        raise ModelError("num_experts_per_tok exceeds the experts in topk_group groups", where=where)
-    return DenseConfig(
+    fields, values = parse_dense(raw, where, extra_checks=_CHECKS, extra_defaults=defaults, required=SIGMOID_ROUTING)
+    config = DenseConfig(
         **fields,
         qkv_bias=values["attention_bias"],
         qk_norm=values["use_qk_norm"],
@@ -71,30 +65,22 @@ def parse_config(raw: Mapping[str, Any], where: str) -> DenseConfig:
         scoring_func="sigmoid",
         **{name: values[name] for name in _MOE_CHECKS},
     )
+    check_routing(config, where)
+    return config
 
 
 def build_draft(
     target: DenseForCausalLM, num_layers: int, names: frozenset[str], dtype: torch.dtype, device: torch.device
 ) -> DraftHead:
     """The draft layers, with heads and an embedding of their own where the checkpoint stores them."""
-    config = target.config
-    prefixes = [f"model.layers.{config.num_hidden_layers + i}." for i in range(num_layers)]
-    return DraftHead(
-        target,
-        config,
-        CONVENTION,
-        num_layers,
-        target.cos_sin.shape[0],
-        prefixes[0] + "embed_tokens.weight" in names,
-        frozenset(i for i, p in enumerate(prefixes) if p + "shared_head.head.weight" in names),
-        dtype,
-        device,
-    )
+    own = own_parts(target.config, num_layers, names)
+    positions = target.cos_sin.shape[0]
+    return DraftHead(target, target.config, CONVENTION, num_layers, positions, *own, dtype, device)
 
 
 def plan_draft(head: DraftHead, config: DenseConfig, names: frozenset[str]) -> Plan:
     """Where the draft layers' tensors go."""
-    return plan_draft_head(head, _NAMES, lambda i: f"model.layers.{config.num_hidden_layers + i}.", names)
+    return plan_draft_head(head, _NAMES, lambda i: draft_prefix(config, i), names)
 
 
 FAMILY = Family(

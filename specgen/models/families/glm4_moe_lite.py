@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from specgen.models.config import DeepseekV3Config, make_deepseek, read_deepseek_values, refuse
+from specgen.models.config import SIGMOID_ROUTING, DeepseekV3Config, make_deepseek, read_deepseek_values, refuse
 from specgen.models.deepseek_v3 import DeepseekV3ForCausalLM
 from specgen.models.families import Family
 from specgen.models.families.deepseek_v3 import LAYERED_DRAFT
@@ -21,7 +21,7 @@ def parse_config(raw: Mapping[str, Any], where: str) -> DeepseekV3Config:
         if "dense" in kinds[first:] or set(kinds) - {"dense", "sparse"}:
             refuse("mlp_layer_types", kinds, "dense layers first, then sparse ones", where)
         defaults["first_k_dense_replace"] = first
-    values = read_deepseek_values(raw, defaults, where)
+    values = read_deepseek_values(raw, defaults, where, SIGMOID_ROUTING)
     return make_deepseek(values | {"model_type": "glm4_moe_lite"}, where)
 
 

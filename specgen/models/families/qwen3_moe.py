@@ -7,7 +7,7 @@ from typing import Any
 
 from specgen import checks
 from specgen.errors import ModelError
-from specgen.models.config import COUNT, SIZE
+from specgen.models.config import COUNT, SIZE, check_routing
 from specgen.models.dense import DenseForCausalLM
 from specgen.models.dense_config import DenseConfig, parse_dense
 from specgen.models.families import Family
@@ -30,11 +30,9 @@ def parse_config(raw: Mapping[str, Any], where: str) -> DenseConfig:
     dense_layers = raw.get("mlp_only_layers") or []
     if not isinstance(dense_layers, list):
         raise ModelError(f"mlp_only_layers must be a list, not {checks.shown(dense_layers)}", where=where)
-    if values["num_experts_per_tok"] > values["num_experts"] > 0:
-        raise ModelError("num_experts_per_tok exceeds num_experts", where=where)
     step, num_experts = values["decoder_sparse_step"], values["num_experts"]
     layers = range(values["num_hidden_layers"] if num_experts else 0)
-    return DenseConfig(
+    config = DenseConfig(
         **fields,
         qkv_bias=values["attention_bias"],
         o_bias=values["attention_bias"],
@@ -45,6 +43,9 @@ def parse_config(raw: Mapping[str, Any], where: str) -> DenseConfig:
         moe_intermediate_size=values["moe_intermediate_size"],
         norm_topk_prob=values["norm_topk_prob"],
     )
+    if num_experts:
+        check_routing(config, where)
+    return config
 
 
 FAMILY = Family(parse_config, DenseForCausalLM, plan_target, draft=None, unused=unused)
