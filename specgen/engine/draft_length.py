@@ -4,8 +4,8 @@ Knows what decode-only steps took and which drafts were kept, by the number of r
 or of why. Under exact verification the choice changes the speed and never a token, so it may follow a clock.
 
 A new number of rows begins with what the nearest one has found. Then every number of drafts is tried for a few steps,
-the best one is kept, and its neighbours are looked at again from time to time, and the largest number, which alone
-tells how good later drafts are.
+and the best one is kept until its steps show that another one is better. From time to time its neighbours are tried
+again, and the largest number, which alone tells how good later drafts are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from specgen.engine.scheduler import SchedulerOutput
 
 _SAMPLES = 6  # steps of a trial
 _LOOK_AGAIN = 512  # steps from one look at other numbers to the next
-_MARGIN = 1.02  # another number must be better by so much: steps differ by chance
+_MARGIN = 1.03  # more drafts must be better by so much: steps differ by chance, and rows end less evenly
 _FORGET = 0.995  # what of the counts of drafts is left after a step with drafts
 
 
@@ -32,7 +32,7 @@ class _Rows:
     is_found: bool = False  # else what the nearest number of rows has found
     seconds: dict[int, deque[float]] = field(default_factory=dict)  # a step with so many drafts, the last few
     trials: deque[int] = field(default_factory=deque)  # numbers to try, the first one now
-    num_samples: int = 0  # of the trial
+    num_samples: int = 0  # of the present number, since it was last judged
     steps_to_look: int = _SAMPLES
 
 
@@ -102,6 +102,8 @@ class DraftLength:
         elif rows.steps_to_look <= 0:
             rows.trials.extend(self._to_try(rows))
             rows.num_samples, rows.steps_to_look = 0, _LOOK_AGAIN
+        elif rows.is_found and rows.num_samples >= _SAMPLES:
+            rows.best, rows.num_samples = self._best_of(rows), 0
         self.limit = rows.trials[0] if rows.trials else rows.best
 
     def _to_try(self, rows: _Rows) -> list[int]:
@@ -112,11 +114,7 @@ class DraftLength:
         return [n for n in everything if abs(n - rows.best) == 1 or (n == self.most != rows.best)]
 
     def _best_of(self, rows: _Rows) -> int:
-        """The number with most tokens a second; the present one, if none is clearly better."""
-
-        def rate(num_drafts: int) -> float:
-            return self.tokens_a_row(num_drafts) / median(rows.seconds[num_drafts])
-
-        best = max(rows.seconds, key=rate)
-        now = rows.best
-        return best if now not in rows.seconds or rate(best) > _MARGIN * rate(now) else now
+        """The smallest number that gives nearly as many tokens a second as any."""
+        rates = {n: self.tokens_a_row(n) / median(seconds) for n, seconds in rows.seconds.items()}
+        most = max(rates.values())
+        return min(n for n, rate in rates.items() if rate * _MARGIN >= most)

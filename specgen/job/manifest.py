@@ -18,6 +18,7 @@ from specgen.errors import InputError
 from specgen.job.job import Progress
 from specgen.job.journal import replace_file
 from specgen.recipe import Recipe
+from specgen.tokenizer import vocabulary_file
 
 _VERSION = 1
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
@@ -214,7 +215,7 @@ def fingerprints(folder: Path, chat_template: str | None) -> dict[str, object]:
     weights = sorted(folder.glob("*.safetensors"))
     return {
         "weights": _hash_of_weights(weights),
-        "tokenizer": _hash_of_files(folder / "tokenizer.json", folder / "tokenizer_config.json"),
+        "tokenizer": _hash_of_files(vocabulary_file(folder), folder / "tokenizer_config.json"),
         "model_config": _hash_of_files(folder / "config.json"),
         "generation_config": _hash_of_files(folder / "generation_config.json"),
         "chat_template": None if chat_template is None else hashlib.sha256(chat_template.encode()).hexdigest(),

@@ -85,9 +85,9 @@ def test_drafts_that_never_pay_cost_little() -> None:
 
 
 def test_each_number_of_rows_has_its_own() -> None:
-    machine = Machine(3, by_rows, [0.7, 0.7, 0.7])
-    machine.run(100, 1)
-    machine.run(100, 64)
+    machine = Machine(3, by_rows, [0.9, 0.9, 0.9])
+    machine.run(200, 1)
+    machine.run(200, 64)
     assert machine.length.best == {1: 3, 127: 0}
     machine.run(2, 1)
     assert machine.length.limit == 3
@@ -103,6 +103,17 @@ def test_a_change_of_the_texts_is_noticed() -> None:
     machine.odds = [0.95, 0.95, 0.95]
     machine.run(3000, 4)
     assert machine.length.best == {7: 3}
+
+
+def test_a_choice_by_chance_is_soon_taken_back() -> None:
+    """Steps with drafts took half their time while they were tried."""
+    slow = [False]
+    machine = Machine(2, lambda rows, k: 1.0 + k * (1.0 if slow[0] else 0.1), [0.6, 0.6])
+    machine.run(40, 4)
+    assert machine.length.limit == 2
+    slow[0] = True
+    machine.run(60, 4)
+    assert machine.length.limit == 0
 
 
 def test_steps_with_parts_of_prompts_tell_nothing() -> None:
