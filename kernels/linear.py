@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from specgen.kernels._checks import check, check_same_device
-from specgen.kernels._triton import pdl, tl, triton, wait_for_inputs
+from specgen.kernels._triton import is_hopper, pdl, tl, triton, wait_for_inputs
 
 ROW_MULTIPLE = 16
 MAX_ROWS = 256  # more rows go in several calls, so that the self-test sees every row count that is ever used
@@ -131,16 +131,24 @@ def batched_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | No
     check_same_device(x=x, weight=weight, out=out)
     if not x.is_cuda:
         return out.copy_(batched_linear_torch(x, weight))
-    inner = weight.shape[2]
-    is_power = inner & (inner - 1) == 0
-    if len(x) <= _FEW_BATCHED_ROWS and x.itemsize == 2 and is_power and 16 <= inner <= 512 and weight.is_contiguous():
+    if _are_few_by_heads(x, weight):
         return _few_batched(x, weight, out)
     torch.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
     return out
 
 
+def _are_few_by_heads(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether `_few_batched` is for this product: where its bits were found to be cuBLAS's, in bfloat16 on Hopper."""
+    inner = weight.shape[2]
+    fits = inner & (inner - 1) == 0 and 16 <= inner <= 512 and weight.is_contiguous()
+    return len(x) <= _FEW_BATCHED_ROWS and fits and x.dtype == torch.bfloat16 and is_hopper()
+
+
 def _few_batched(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Do what `batched_linear` does for few rows: a whole head's weight is on its way before x is known."""
+    """Do what `batched_linear` does for few rows: a whole head's weight is on its way before x is known.
+
+    So the kernel before this one must not be what wrote the weight.
+    """
     num_heads, num_columns, inner = weight.shape
     grid = (num_heads, triton.cdiv(num_columns, _BATCHED_COLUMNS))
     _batched_linear_kernel[grid](

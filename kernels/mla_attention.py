@@ -43,7 +43,6 @@ _HOPPER_STAGES = (4, 8)  # of the wide form's values: slices of _SLICE columns, 
 _VALUES_STAGES = 5  # block numbers are loaded, then values: two of each are on their way
 _SCRATCH_BYTES = 256 << 20  # partial results held at once; a longer step runs in several launches
 _LOG2_E = 1.4426950408889634
-_NO_MAX = -1.0e30  # running maximum before the first key: finite, so that exp(max - max) is 1 and never NaN
 
 
 def mla_attention(
@@ -269,6 +268,7 @@ def _run_wide_hopper(launch: _Launch, first_tile: int, tiles: int, latents: Any,
     head_groups, steps, splits = m.counts
     is_few = tiles * head_groups <= _FEW_TILES
     slices = m.rank // (m.rope if is_few else _SLICE)  # of the values' columns, as wide as a descriptor's block
+    # Nothing may come between the two: the second reads the cache before the first, which has waited, has ended.
     mla_scores_hopper_kernel[(tiles, head_groups, steps)](
         m.q, latents, ropes, *m.step, m.scores, first_tile, *m.sizes[:2], RANK=m.rank, ROPE=m.rope, num_warps=4,
         **m.paged, **m.shared,
