@@ -109,7 +109,7 @@ def _run_hopper(
     product_hopper_kernel[(num_processors(),)](
         hopper_descriptor(rows, [_ROWS, inner]), hopper_descriptor(weights.flatten(0, 1), [columns, inner]), out,
         pairs.tiles, pairs.num_tiles, pairs.tiles.shape[1], out.shape[1], rows.shape[1], GATED=gated, ROWS=_ROWS,
-        COLUMNS=columns, INNER=inner, STAGES=stages, STORE=store_layout(_ROWS, columns), num_warps=8,
+        COLUMNS=columns, INNER=inner, STAGES=stages, STORE=store_layout(_ROWS // 2, columns), num_warps=4,
     )  # fmt: skip
 
 
