@@ -12,11 +12,9 @@ it, because the group's next block can't come before: it takes the place of valu
 
 # mypy: ignore-errors
 
+from specgen.kernels._hopper_attention import SUM_COLUMNS, find_latent_tile, hide_unseen
 from specgen.kernels._mla_common import NO_MAX
-from specgen.kernels._tiles import tile_of_request
-from specgen.kernels._triton import gl, gluon, hopper, load_block, thread_barrier, tl, wait_for_inputs
-
-SUM_COLUMNS = tl.constexpr(8)  # the narrowest product
+from specgen.kernels._triton import gl, gluon, hopper, load_block, thread_barrier, wait_for_inputs
 
 
 @gluon.jit
@@ -123,16 +121,6 @@ def _scores(q_latent, q_rope, latent_buffers, rope_buffers, ready, buffer, zero,
 
 
 @gluon.jit
-def _hide(scores, start, position, end, HEADS: gl.constexpr, KEY_START: gl.constexpr):
-    """Return the scores of the keys from `start` on, -inf where a row may not see the key."""
-    row = gl.arange(0, scores.shape[0], gl.SliceLayout(1, scores.type.layout))
-    key = start + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
-    in_range = (key < end) & (key >= KEY_START)
-    visible = in_range[None, :] & (key[None, :] <= (position + row // HEADS)[:, None])
-    return gl.where(visible, scores, float("-inf"))
-
-
-@gluon.jit
 def _hand_over(scores, new_max, scale_log2, weights, maximum, told):
     """Put a block's weights and the running maximum after it where the other group looks for them."""
     maximum.store(new_max)
@@ -212,7 +200,8 @@ def _group_0(
             _clear_what_is_not_finite(latent_buffers, ready, 0, phase, SLICES)
         scores = _scores(q_latent, q_rope, latent_buffers, rope_buffers, ready, 0, zero, phase, SLICES)
         if is_edge:
-            scores = _hide(scores, low + step * STEP_KEYS, position, end, HEADS, KEY_START)
+            positions = position + gl.arange(0, ROWS, score_row) // HEADS
+            scores = hide_unseen(scores, low + step * STEP_KEYS, end, positions, KEY_START)
         new_max = gl.maximum(row_max, gl.max(scores, axis=1))
         _hand_over(scores, new_max, scale_log2, weights.index(0), maxima.index(0), told.index(0))
         row_sum = row_sum * _decay(row_max, new_max, scale_log2, sum_layout)
@@ -265,7 +254,8 @@ def _group_1(
             _clear_what_is_not_finite(latent_buffers, ready, 1, phase, SLICES)
         scores = _scores(q_latent, q_rope, latent_buffers, rope_buffers, ready, 1, zero, phase, SLICES)
         if is_edge:
-            scores = _hide(scores, low + step * STEP_KEYS, position, end, HEADS, KEY_START)
+            positions = position + gl.arange(0, ROWS, score_row) // HEADS
+            scores = hide_unseen(scores, low + step * STEP_KEYS, end, positions, KEY_START)
         own_max = gl.max(scores, axis=1)
         hopper.mbarrier.wait(told.index(0), phase)
         new_max = maxima.index(0).load(score_row)
@@ -333,14 +323,9 @@ def mla_hopper_kernel(
 
     tile = first_tile + gl.program_id(0)
     split = gl.program_id(2)
-    each = gl.arange(0, REQUESTS, gl.BlockedLayout([1], [32], [4], [0]))
-    starts = gl.load(query_start_loc_ptr + each, mask=each < num_requests, other=0) // QUERIES + each
-    request = gl.sum(((starts <= tile) & (each < num_requests)).to(gl.int32), axis=0) - 1
-    slot, q_row, count, position = tile_of_request(
-        tile, request, idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, QUERIES
+    slot, q_row, count, position = find_latent_tile(
+        tile, idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES, REQUESTS
     )
-    position = gl.where(slot >= 0, position, -QUERIES)  # a padded request's rows see no key
-    slot = gl.maximum(slot, 0)
     wait_for_inputs(PDL)  # the layout of the step is older than the kernel before this one
     low = split * SPLIT_KEYS
     end = gl.maximum(gl.minimum(low + SPLIT_KEYS, position + count), low)

@@ -6,10 +6,11 @@ scores come to the registers that the product takes weights from, so a step is a
 
 # mypy: ignore-errors
 
-from specgen.kernels._gqa_hopper import (
+from specgen.kernels._hopper_attention import (
     SUM_COLUMNS,
     clear_unseen,
     fetch,
+    find_latent_tile,
     hide_unseen,
     make_ones,
     split_sum,
@@ -17,24 +18,7 @@ from specgen.kernels._gqa_hopper import (
     weigh,
 )
 from specgen.kernels._mla_common import NO_MAX
-from specgen.kernels._tiles import tile_of_request
 from specgen.kernels._triton import gl, gluon, hopper, load_block, thread_barrier, wait_for_inputs
-
-
-@gluon.jit
-def _find_tile(
-    tile, idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES: gl.constexpr,
-    REQUESTS: gl.constexpr,
-):  # fmt: skip
-    """As `_mla_common.find_tile`."""
-    each = gl.arange(0, REQUESTS, gl.BlockedLayout([1], [32], [4], [0]))
-    starts = gl.load(query_start_loc_ptr + each, mask=each < num_requests, other=0) // QUERIES + each
-    request = gl.sum(((starts <= tile) & (each < num_requests)).to(gl.int32), axis=0) - 1
-    slot, q_row, count, position = tile_of_request(
-        tile, request, idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, QUERIES
-    )
-    position = gl.where(slot >= 0, position, -QUERIES)  # a padded request's rows see no key
-    return gl.maximum(slot, 0), q_row, count, position
 
 
 @gluon.jit(do_not_specialize=["first_tile", "num_requests"])
@@ -67,7 +51,7 @@ def mla_scores_hopper_kernel(
     shared_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     copy_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP_KEYS, 16])
-    slot, q_row, count, position = _find_tile(
+    slot, q_row, count, position = find_latent_tile(
         first_tile + gl.program_id(0), idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES,
         REQUESTS,
     )  # fmt: skip
@@ -155,7 +139,7 @@ def mla_values_hopper_kernel(
     sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SUM_COLUMNS, 16])
     score_row: gl.constexpr = gl.SliceLayout(1, scores_layout)
     acc_row: gl.constexpr = gl.SliceLayout(1, acc_layout)
-    slot, q_row, count, position = _find_tile(
+    slot, q_row, count, position = find_latent_tile(
         first_tile + gl.program_id(0), idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES,
         REQUESTS,
     )  # fmt: skip
