@@ -18,7 +18,7 @@ from specgen import checks
 from specgen.errors import InputError, RowError
 from specgen.job.contents import Base64
 from specgen.job.readers import Line, refuse_foreign
-from specgen.job.unpack import library, opened
+from specgen.job.unpack import opened, optional_module
 from specgen.recipe import InputSection
 
 _TABLE_BATCH = 256  # rows of a table in memory at once
@@ -115,7 +115,7 @@ def _csv_line(number: int, header: list[str], cells: list[str], file: str | None
 
 def parquet_lines(path: str, file: str | None) -> Iterator[Line]:
     """Yield the rows of a Parquet file. Raises: InputError."""
-    parquet = library("pyarrow.parquet", "parquet", path)
+    parquet = optional_module("pyarrow.parquet", "parquet", path)
     with (
         _pyarrow_errors(path, "Parquet"),
         parquet.ParquetFile(path, pre_buffer=False, buffer_size=_PARQUET_BUFFER) as table,
@@ -126,7 +126,7 @@ def parquet_lines(path: str, file: str | None) -> Iterator[Line]:
 
 def arrow_lines(path: str, file: str | None) -> Iterator[Line]:
     """Yield the rows of an Arrow file or stream. Raises: InputError."""
-    pyarrow = library("pyarrow", "parquet", path)
+    pyarrow = optional_module("pyarrow", "parquet", path)
     with _pyarrow_errors(path, "Arrow"), pyarrow.memory_map(path) as mapped:
         try:
             reader = pyarrow.ipc.open_file(mapped)
@@ -146,7 +146,7 @@ def _in_slices(batches: Iterable[Any]) -> Iterator[Any]:
 
 @contextmanager
 def _pyarrow_errors(path: str, kind: str) -> Iterator[None]:
-    pyarrow = library("pyarrow", "parquet", path)
+    pyarrow = optional_module("pyarrow", "parquet", path)
     try:
         yield
     except pyarrow.ArrowException as error:
@@ -182,7 +182,7 @@ def _objects_of(batch: Any) -> Iterator[dict[str, Any] | RowError]:
 
 def dataset_lines(path: str, section: InputSection, file: str | None) -> Iterator[Line]:
     """Yield the rows of a dataset: a folder that `datasets` saved or knows to read, or a hub id. Raises: InputError."""
-    datasets = library("datasets", "datasets", path)
+    datasets = optional_module("datasets", "datasets", path)
     if sys.stderr is None or not sys.stderr.isatty():
         datasets.disable_progress_bars()
     try:

@@ -32,7 +32,7 @@ def opened(path: str) -> Iterator[BinaryIO]:
         with gzip.open(path) as unpacked:
             yield unpacked  # type: ignore[misc]
     elif path.lower().endswith(".zst"):
-        zstandard = library("zstandard", "zst", path)
+        zstandard = optional_module("zstandard", "zst", path)
         unpacker = zstandard.ZstdDecompressor(max_window_size=2**31)  # zstd --long=31 is the most there is
         with open(path, "rb") as stream:
             try:
@@ -79,7 +79,7 @@ class _ZstReader(io.RawIOBase):
         return count
 
 
-def library(name: str, extra: str, where: str) -> Any:
+def optional_module(name: str, extra: str, where: str) -> Any:
     """Return a module of a package that is not always there.
 
     Raises: InputError that names what to install.

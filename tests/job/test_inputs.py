@@ -150,7 +150,7 @@ def test_a_hub_id_is_no_missing_file(monkeypatch: pytest.MonkeyPatch) -> None:
             asked.append((args, options))
             return ROWS[:3]
 
-    monkeypatch.setattr(tables, "library", lambda name, extra, where: Datasets)
+    monkeypatch.setattr(tables, "optional_module", lambda name, extra, where: Datasets)
     assert data_of(read("owner/name", subset="en", split="test")) == ROWS[:3]
     assert asked[-1] == (("owner/name", "en"), {"split": "test", "streaming": False})
 
@@ -229,7 +229,7 @@ def test_a_dataset_that_breaks_while_it_is_read(tmp_path: Path, monkeypatch: pyt
         raise RuntimeError("the shard is gone")
 
     library = types.SimpleNamespace(load_dataset=lambda *_, **__: broken(), disable_progress_bars=lambda: None)
-    monkeypatch.setattr(tables, "library", lambda *_: library)
+    monkeypatch.setattr(tables, "optional_module", lambda *_: library)
     with pytest.raises(InputError, match="cannot be had: the shard is gone"):
         read(tmp_path, format="dataset", streaming=True)
 
@@ -317,7 +317,7 @@ def test_missing_files_folders_and_libraries(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="a folder among files"):
         source_of(tmp_path / "fold*")
     with pytest.raises(InputError, match=r"needs the package nowhere \(pip install 'specgen\[parquet\]'\)"):
-        unpack.library("nowhere.parquet", "parquet", "in")
+        unpack.optional_module("nowhere.parquet", "parquet", "in")
     if os.geteuid():
         (tmp_path / "secret").touch(mode=0)
         with pytest.raises(InputError, match="Permission denied"):
