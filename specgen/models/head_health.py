@@ -106,22 +106,26 @@ def measure_head(target: TargetModel, draft: Any, prompts: Sequence[Sequence[int
     wanted, probs = logits.argmax(-1), logits.softmax(-1)
     by_norm = {False: stream, True: target.norm(stream)}
 
-    rates, hidden = [], by_norm[normed_for_head]
-    for number in range(num_drafts):
-        layer = number % draft.num_layers
-        hidden = step.run(draft, layer, hidden if number == 0 else hidden.roll(1, 0))
+    def judged(output: torch.Tensor, number: int) -> tuple[float, torch.Tensor]:
+        """Of draft `number`: the share that is right, and the overlap of probabilities at each position."""
         rows = step.compared(number)
-        drafts = draft.compute_logits(layer, hidden[rows]).argmax(-1)
-        rates.append(float((drafts == wanted[rows + 1]).float().mean()))
+        logits = draft.compute_logits(number % draft.num_layers, output[rows])
+        right = float((logits.argmax(-1) == wanted[rows + 1]).float().mean())
+        return right, torch.minimum(logits.softmax(-1), probs[rows + 1]).sum(-1)
 
     def overlap(hidden: torch.Tensor, number: int = 0) -> torch.Tensor:
         """Of draft `number`, made from `hidden`, at each position."""
-        rows, layer = step.compared(number), number % draft.num_layers
-        logits = draft.compute_logits(layer, step.run(draft, layer, hidden)[rows])
-        return torch.minimum(logits.softmax(-1), probs[rows + 1]).sum(-1)
+        return judged(step.run(draft, number % draft.num_layers, hidden), number)[1]
 
     source = by_norm[normed_for_head]
-    declared = overlap(source)
+    rates, overlaps, outputs = [], [], [source]
+    for number in range(num_drafts):
+        before = outputs[-1] if number == 0 else outputs[-1].roll(1, 0)
+        outputs.append(step.run(draft, number % draft.num_layers, before))
+        rate, shared = judged(outputs[-1], number)
+        rates.append(rate)
+        overlaps.append(shared)
+    declared = overlaps[0]
     where = "before" if normed_for_head else "after"
     others = {
         f"with the model's hidden states {where} the final norm": _compare(
@@ -134,12 +138,11 @@ def measure_head(target: TargetModel, draft: Any, prompts: Sequence[Sequence[int
         name = f"with the embedding at position 0 {'kept' if masks else 'masked'}"
         others[name] = _compare(overlap(source), declared)
     if num_drafts > 1:
-        carried = step.run(draft, 0, source)
         # what takes it norms it first, whatever its scale: without the norm's weight it is as if it was not normed
         weight = draft.layers[0].final_norm.weight
-        plain = carried / weight.where(weight != 0, 1.0)
+        plain = outputs[1] / weight.where(weight != 0, 1.0)
         name = "with its own output carried on before its final norm"
-        others[name] = _compare(overlap(plain.roll(1, 0), 1), overlap(carried.roll(1, 0), 1))
+        others[name] = _compare(overlap(plain.roll(1, 0), 1), overlaps[1])
     return HeadHealth(len(declared), tuple(rates), float(declared.mean()), others)
 
 
