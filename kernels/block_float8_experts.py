@@ -146,12 +146,14 @@ def _block_float8_grouped_kernel(
             weight = tl.load(gate_rows + at[None, :], mask=mask, other=0.0)
             scale = next_scale
             next_scale = tl.load(next_row, mask=in_columns, other=0.0)
-            acc += tl.dot(widen(weight, x.dtype, BY_BITS), tl.trans(x), input_precision="ieee") * scale[:, None]
+            product = tl.dot(widen(weight, x.dtype, BY_BITS), tl.trans(x), input_precision="ieee")
+            acc = tl.fma(product, tl.broadcast_to(scale[:, None], COLUMNS, ROWS), acc)
             if GATED:
                 weight = tl.load(up_rows + at[None, :], mask=mask, other=0.0)
                 scale = next_scale_up
                 next_scale_up = tl.load(next_row + num_columns, mask=in_columns, other=0.0)
-                acc_up += tl.dot(widen(weight, x.dtype, BY_BITS), tl.trans(x), input_precision="ieee") * scale[:, None]
+                product = tl.dot(widen(weight, x.dtype, BY_BITS), tl.trans(x), input_precision="ieee")
+                acc_up = tl.fma(product, tl.broadcast_to(scale[:, None], COLUMNS, ROWS), acc_up)
         if GATED:  # rounded as two separate products would be
             acc = acc.to(x_ptr.dtype.element_ty).to(tl.float32)
             acc_up = acc_up.to(x_ptr.dtype.element_ty).to(tl.float32)

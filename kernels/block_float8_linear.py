@@ -154,7 +154,8 @@ def _block_float8_linear_kernel(
             scale = next_scale
             following = tl.minimum(block + 1, num_blocks - 1)
             next_scale = tl.load(scale_ptr + following * num_columns + columns, mask=in_columns, other=0.0)
-            acc += tl.dot(widen(weight, x.dtype, BY_BITS), tl.trans(x), input_precision="ieee") * scale[:, None]
+            product = tl.dot(widen(weight, x.dtype, BY_BITS), tl.trans(x), input_precision="ieee")
+            acc = tl.fma(product, tl.broadcast_to(scale[:, None], COLUMNS, ROWS), acc)
         total += acc
     out_row = tl.program_id(2).to(tl.int64) * num_rows + rows
     target = out_ptr + out_row[None, :] * num_columns + columns[:, None]

@@ -16,7 +16,17 @@ import torch
 import torch.nn.functional as F
 
 from specgen.kernels._checks import check, check_same_device
-from specgen.kernels._triton import is_hopper, pdl, tl, triton, wait_for_inputs
+from specgen.kernels._few_rows_hopper import few_rows_hopper_kernel
+from specgen.kernels._triton import (
+    can_use_tma,
+    hopper_descriptor,
+    is_hopper,
+    launched,
+    pdl,
+    tl,
+    triton,
+    wait_for_inputs,
+)
 
 ROW_MULTIPLE = 16
 MAX_ROWS = 256  # more rows go in several calls, so that the self-test sees every row count that is ever used
@@ -25,6 +35,10 @@ _FEW_ROWS = 2048
 _FLOAT32_TILE = (16, 16, 128, 4)
 _FEW_TILE = (16, 32, 512, 3)
 _MANY_TILE = (64, 64, 128, 4)
+# Of a dense product of few rows on Hopper: rows, the tile's columns, inner and stages, programs of one wave.
+_FEW_DENSE_ROWS = 16
+_DENSE_TILE = (64, 256, 5)
+_DENSE_PROGRAMS = 132
 # Of a product by heads for few rows.
 _FEW_BATCHED_ROWS = 16
 _BATCHED_COLUMNS = 64
@@ -46,7 +60,28 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     check_same_device(x=x, weight=weight)
     if not x.is_cuda:
         return linear_torch(x, weight)
-    return linear_triton(x, weight) if x.dtype == torch.float32 else F.linear(x, weight)
+    if x.dtype == torch.float32:
+        return linear_triton(x, weight)
+    return _few_rows(x, weight) if _are_few_rows(x, weight) else F.linear(x, weight)
+
+
+def _are_few_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether `_few_rows` is for this product: one wave of programs on Hopper."""
+    is_small = 0 < len(x) <= _FEW_DENSE_ROWS and len(weight) <= _DENSE_TILE[0] * _DENSE_PROGRAMS
+    return is_small and x.dtype.itemsize == 2 and is_hopper() and can_use_tma(x, weight)
+
+
+def _few_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return what `linear` returns for few rows, by the library's bits: see `_few_rows_hopper`."""
+    (num_rows, inner), (columns, step, stages) = x.shape, _DENSE_TILE
+    out = x.new_empty(num_rows, len(weight))
+    rows = 8 if num_rows <= 8 else _FEW_DENSE_ROWS
+    launch = functools.partial(
+        few_rows_hopper_kernel[(triton.cdiv(len(weight), columns),)],
+        hopper_descriptor(weight, [columns, step]), hopper_descriptor(x, [rows, step]), out, num_rows, len(weight),
+        inner, STAGES=stages, num_warps=4, **pdl(),
+    )  # fmt: skip
+    return out if launched("dense products of few rows", launch) else F.linear(x, weight)
 
 
 def linear_torch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
