@@ -27,7 +27,7 @@ def few_rows_hopper_kernel(
     COLUMNS: gl.constexpr = weights.block_type.shape[0]
     STEP: gl.constexpr = weights.block_type.shape[1]
     ROWS: gl.constexpr = x.block_type.shape[0]
-    DTYPE: gl.constexpr = out_ptr.dtype.element_ty
+    DTYPE: gl.constexpr = weights.dtype
     shared_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     first_column = gl.program_id(0) * COLUMNS
@@ -72,4 +72,4 @@ def few_rows_hopper_kernel(
     column = first_column + gl.arange(0, COLUMNS, gl.SliceLayout(1, layout))
     row = gl.arange(0, ROWS, gl.SliceLayout(0, layout))
     target = out_ptr + row[None, :] * num_columns + column[:, None]
-    gl.store(target, acc.to(DTYPE), mask=(row < num_rows)[None, :] & (column < num_columns)[:, None])
+    gl.store(target, acc.to(out_ptr.dtype.element_ty), mask=(row < num_rows)[None, :] & (column < num_columns)[:, None])

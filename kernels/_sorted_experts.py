@@ -1,8 +1,11 @@
-"""The experts for many tokens: rows sorted by expert, so that both operands of the products come in whole blocks.
+"""Experts over rows sorted by expert, so that both operands of the products come in whole blocks.
 
 A program takes a tile (rows of one expert) and some columns of its weight; programs that run at once share either. On
 Hopper it takes one such item after the other (`_sorted_hopper`). Sums run over the inner dimension in order, as in
 `moe_experts`: the bits are the same.
+
+The tiles of shared experts, of which there are many for one weight, stand in groups between those of the routed ones:
+they keep the tensor cores busy while the others wait for memory.
 """
 
 from functools import partial
@@ -10,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from specgen.kernels._sorted_hopper import product_hopper_kernel, store_layout
+from specgen.kernels._sorted_hopper import TALL, product_hopper_kernel, store_layout
 from specgen.kernels._triton import (
     descriptor,
     hopper_descriptor,
@@ -23,10 +26,15 @@ from specgen.kernels._triton import (
     wait_for_inputs,
 )
 
-# Columns, inner, stages of the gated product (of each of its two) and of the second one.
-_GATED = (128, 64, 4)
-_DOWN = (256, 64, 4)
-_ROWS = 128
+# By a tile's height: columns, inner, stages of the gated product (of each of its two) and of the second one.
+_TILES = {
+    16: ((64, 128, 5), (128, 128, 5)),
+    32: ((64, 128, 5), (128, 128, 5)),
+    64: ((64, 128, 4), (128, 128, 4)),
+    TALL: ((128, 64, 4), (256, 64, 4)),
+}
+_ROOM = 6  # square roots of an expert's mean rows that a tile has room for beyond them
+_GROUP = 4  # tiles of shared experts that stand together
 _CHUNK = 2048  # pairs that one program counts, and sorts
 
 
@@ -34,20 +42,34 @@ class SortedPairs(NamedTuple):
     """(token, choice) pairs by expert, each expert's in order.
 
     tokens: [P] int32, the token of each sorted row. places: [P] int32, where pair t * k + j is. tiles: [3, n] int32, a
-    tile's expert, first row and the row behind its last; num_tiles: [1] int32, how many of the n there are.
+    tile's expert, first row and the row behind its last; num_tiles: [1] int32, how many of the n there are. height: the
+    most rows of a tile.
     """
 
     tokens: torch.Tensor
     places: torch.Tensor
     tiles: torch.Tensor
     num_tiles: torch.Tensor
+    height: int
 
 
-def sort_pairs(ids: torch.Tensor, num_experts: int) -> SortedPairs:
-    """Return the pairs of `ids [T, k] int32` in [0, num_experts), sorted by expert."""
+def tile_height(num_pairs: int, num_experts: int) -> int:
+    """Return a tile's height with room for most experts' rows, of `num_pairs` (token, choice) pairs.
+
+    Rows that are not there cost little, and a second tile for an expert reads its weights again.
+    """
+    mean = num_pairs / num_experts
+    return next((height for height in _TILES if height >= mean + _ROOM * mean**0.5), TALL)
+
+
+def sort_pairs(ids: torch.Tensor, num_experts: int, num_shared: int = 0, height: int = TALL) -> SortedPairs:
+    """Return the pairs of `ids [T, k] int32` in [0, num_experts), sorted by expert, in tiles of `height` rows.
+
+    The tiles of the last `num_shared` experts, which every token takes, stand between those of the others.
+    """
     num_pairs, device = ids.numel(), ids.device
     num_chunks = triton.cdiv(num_pairs, _CHUNK)
-    max_tiles = num_pairs // _ROWS + min(num_experts, num_pairs)  # every expert in use: one that isn't full
+    max_tiles = num_pairs // height + min(num_experts, num_pairs)  # every expert in use: one that isn't full
     experts = triton.next_power_of_2(num_experts)
     counts = torch.empty(num_chunks, experts, dtype=torch.int32, device=device)
     pairs = SortedPairs(
@@ -55,11 +77,12 @@ def sort_pairs(ids: torch.Tensor, num_experts: int) -> SortedPairs:
         torch.empty(num_pairs, dtype=torch.int32, device=device),
         torch.empty(3, max_tiles, dtype=torch.int32, device=device),
         torch.empty(1, dtype=torch.int32, device=device),
+        height,
     )
     options = {"CHUNK": _CHUNK, "EXPERTS": experts, **pdl()}
     _count_kernel[(num_chunks,)](ids, counts, num_pairs, **options)
     _sort_kernel[(num_experts, num_chunks)](
-        ids, counts, *pairs, num_pairs, ids.shape[1], num_experts, max_tiles, ROWS=_ROWS,
+        ids, counts, *pairs[:4], num_pairs, ids.shape[1], num_experts, num_shared, max_tiles, ROWS=height, GROUP=_GROUP,
         CHUNKS=triton.next_power_of_2(num_chunks), **options,
     )  # fmt: skip
     return pairs
@@ -70,7 +93,8 @@ def sorted_products(x: torch.Tensor, pairs: SortedPairs, w13: torch.Tensor, w2: 
     rows = x.index_select(0, pairs.tokens)
     activated = torch.empty(len(rows), w2.shape[2], dtype=x.dtype, device=x.device)
     # The second product's rows take the place of the gathered ones, which nobody reads any more.
-    for product in ((rows, w13, activated, pairs, True, *_GATED), (activated, w2, rows, pairs, False, *_DOWN)):
+    gated, down = _TILES[pairs.height]
+    for product in ((rows, w13, activated, pairs, True, *gated), (activated, w2, rows, pairs, False, *down)):
         if not (x.is_cuda and is_hopper() and launched("experts of many tokens", partial(_run_hopper, *product))):
             _run(*product)
     return rows
@@ -89,9 +113,9 @@ def _run(
     """Fill `out` by one product."""
     max_tiles, num_columns = pairs.tiles.shape[1], out.shape[1]
     _product_kernel[(max_tiles * triton.cdiv(num_columns, columns),)](
-        descriptor(rows, [_ROWS, inner]), descriptor(weights.flatten(0, 1), [columns, inner]), out, pairs.tiles,
-        pairs.num_tiles, max_tiles, num_columns, rows.shape[1], GATED=gated, ROWS=_ROWS, COLUMNS=columns, INNER=inner,
-        num_warps=8, num_stages=stages,
+        descriptor(rows, [pairs.height, inner]), descriptor(weights.flatten(0, 1), [columns, inner]), out, pairs.tiles,
+        pairs.num_tiles, max_tiles, num_columns, rows.shape[1], GATED=gated, ROWS=pairs.height, COLUMNS=columns,
+        INNER=inner, num_warps=8 if pairs.height == TALL else 4, num_stages=stages,
     )  # fmt: skip
 
 
@@ -106,10 +130,12 @@ def _run_hopper(
     stages: int,
 ) -> None:
     """As `_run`."""
+    is_tall = pairs.height == TALL
     product_hopper_kernel[(num_processors(),)](
-        hopper_descriptor(rows, [_ROWS, inner]), hopper_descriptor(weights.flatten(0, 1), [columns, inner]), out,
-        pairs.tiles, pairs.num_tiles, pairs.tiles.shape[1], out.shape[1], rows.shape[1], GATED=gated, ROWS=_ROWS,
-        COLUMNS=columns, INNER=inner, STAGES=stages, STORE=store_layout(_ROWS, columns), num_warps=8,
+        hopper_descriptor(rows, [pairs.height, inner]), hopper_descriptor(weights.flatten(0, 1), [columns, inner]), out,
+        pairs.tiles, pairs.num_tiles, pairs.tiles.shape[1], out.shape[1], rows.shape[1], GATED=gated, ROWS=pairs.height,
+        COLUMNS=columns, INNER=inner, STAGES=stages, STORE=store_layout(TALL, columns) if is_tall else None,
+        num_warps=8 if is_tall else 4, **pdl(),
     )  # fmt: skip
 
 
@@ -123,6 +149,20 @@ def _count_kernel(ids_ptr, counts_ptr, num_pairs, CHUNK: tl.constexpr, EXPERTS: 
     tl.store(counts_ptr + tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS), counts)
 
 
+@triton.jit
+def _place_between(tile, num_routed, num_shared, GROUP: tl.constexpr):
+    """Return where a tile stands: groups of the `num_shared` last ones begin at even distances among the routed ones.
+
+    Group g of G begins before routed tile floor(g R / G).
+    """
+    groups = tl.maximum((num_shared + GROUP - 1) // GROUP, 1)
+    before = tl.minimum(((tile + 1) * groups - 1) // tl.maximum(num_routed, 1) + 1, groups) * GROUP  # shared ones
+    shared = tile - num_routed
+    return tl.where(
+        tile < num_routed, tile + tl.minimum(before, num_shared), shared + shared // GROUP * num_routed // groups
+    )
+
+
 @triton.jit(do_not_specialize=["num_pairs", "max_tiles"])
 def _sort_kernel(
     ids_ptr,
@@ -134,11 +174,13 @@ def _sort_kernel(
     num_pairs,
     top_k,
     num_experts,
+    num_shared,
     max_tiles,
     CHUNK: tl.constexpr,
     EXPERTS: tl.constexpr,
     PDL: tl.constexpr,
     ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
     """Program (e, c) places the pairs of chunk c that chose expert e; (e, 0) writes the expert's tiles as well."""
@@ -165,16 +207,19 @@ def _sort_kernel(
         first_tile = tl.sum(tl.where(each < expert, tiles, 0), axis=0)
         own_tiles = tl.sum(tl.where(each == expert, tiles, 0), axis=0)
         end = start + tl.sum(tl.where(each == expert, totals, 0), axis=0)
+        num_routed = tl.sum(tl.where(each < num_experts - num_shared, tiles, 0), axis=0)
+        num_tiles = tl.sum(tiles, axis=0)
         step = tl.arange(0, 32)
         for tile in range(0, own_tiles, 32):
             real = tile + step < own_tiles
-            target = tiles_ptr + first_tile + tile + step
+            between = _place_between(first_tile + tile + step, num_routed, num_tiles - num_routed, GROUP)
+            target = tiles_ptr + between
             row = start + (tile + step) * ROWS
             tl.store(target, expert, mask=real)
             tl.store(target + max_tiles, row, mask=real)
             tl.store(target + 2 * max_tiles, tl.minimum(row + ROWS, end), mask=real)
         if expert == num_experts - 1:
-            tl.store(num_tiles_ptr, first_tile + own_tiles)
+            tl.store(num_tiles_ptr, num_tiles)
 
 
 @triton.jit(do_not_specialize=["max_tiles"])

@@ -62,7 +62,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return linear_torch(x, weight)
     if x.dtype == torch.float32:
         return linear_triton(x, weight)
-    return _few_rows(x, weight) if _are_few_rows(x, weight) else F.linear(x, weight)
+    few = _few_rows(x, weight, x.dtype) if _are_few_rows(x, weight) else None
+    return F.linear(x, weight) if few is None else few
 
 
 def _are_few_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -71,17 +72,20 @@ def _are_few_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return is_small and x.dtype.itemsize == 2 and is_hopper() and can_use_tma(x, weight)
 
 
-def _few_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return what `linear` returns for few rows, by the library's bits: see `_few_rows_hopper`."""
+def _few_rows(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return the product of few rows in `dtype`, with the bits of any other form; None if it can't be compiled.
+
+    See `_few_rows_hopper`.
+    """
     (num_rows, inner), (columns, step, stages) = x.shape, _DENSE_TILE
-    out = x.new_empty(num_rows, len(weight))
+    out = torch.empty(num_rows, len(weight), dtype=dtype, device=x.device)
     rows = 8 if num_rows <= 8 else _FEW_DENSE_ROWS
     launch = functools.partial(
         few_rows_hopper_kernel[(triton.cdiv(len(weight), columns),)],
         hopper_descriptor(weight, [columns, step]), hopper_descriptor(x, [rows, step]), out, num_rows, len(weight),
         inner, STAGES=stages, num_warps=4, **pdl(),
     )  # fmt: skip
-    return out if launched("dense products of few rows", launch) else F.linear(x, weight)
+    return out if launched("dense products of few rows", launch) else None
 
 
 def linear_torch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -134,7 +138,10 @@ def linear_float32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     check("x", x, x.dtype, None, None)
     check("weight", weight, x.dtype, None, x.shape[1])
     check_same_device(x=x, weight=weight)
-    return linear_triton(x, weight) if x.is_cuda else linear_torch(x.float(), weight.float())
+    if not x.is_cuda:
+        return linear_torch(x.float(), weight.float())
+    few = _few_rows(x, weight, torch.float32) if _are_few_rows(x, weight) else None
+    return linear_triton(x, weight) if few is None else few
 
 
 def linear_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

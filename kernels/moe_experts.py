@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from specgen.kernels._checks import check, check_same_device
-from specgen.kernels._sorted_experts import sort_pairs, sorted_products
-from specgen.kernels._triton import ask_for, can_use_tma, descriptor, pdl, tl, triton, wait_for_inputs
+from specgen.kernels._sorted_experts import sort_pairs, sorted_products, tile_height
+from specgen.kernels._triton import ask_for, can_use_tma, descriptor, is_hopper, pdl, tl, triton, wait_for_inputs
 from specgen.kernels.float8_linear import FLOAT8, Float8Weight, dequantize_rows, narrow
 from specgen.kernels.linear import ROW_MULTIPLE, linear_torch
 from specgen.kernels.silu_mul import silu_mul_torch
@@ -31,7 +31,7 @@ _TILES = {
     128: (128, 64, True, 8, 4),
 }
 _SHARING = 64  # from this height on it suits the shared experts as well, which then need no launch of their own
-_MANY_TOKENS = 1024  # from so many on, on Hopper in half precision: sorted rows
+_MANY_TOKENS = 1024  # from so many on rows are sorted, where TMA loads blocks; on Hopper from more than a tile holds
 _SCAN = 1024  # pairs a step when sorting by expert; four times that for many
 
 
@@ -82,8 +82,9 @@ def moe_experts(
         raise ValueError(f"num_shared: expected 0..{min(ids.shape[1], num_experts)}, got {num_shared}")
     if not x.is_cuda:
         return moe_experts_torch(x, ids, w13, w2, num_shared, scales)
-    if num_tokens >= _MANY_TOKENS and x.dtype == torch.bfloat16 and scales is None and can_use_tma(w13, w2):
-        return moe_experts_sorted(x, ids, w13, w2)
+    if x.dtype == torch.bfloat16 and scales is None and can_use_tma(w13, w2):
+        if num_tokens >= _MANY_TOKENS or (num_tokens > min(_TILES) and is_hopper()):
+            return moe_experts_sorted(x, ids, w13, w2, num_shared)
     return moe_experts_triton(x, ids, w13, w2, num_shared, scales)
 
 
@@ -125,11 +126,15 @@ def moe_experts_torch(
     return ExpertRows(down, torch.from_numpy(place.astype(np.int32)).view(num_tokens, top_k))
 
 
-def moe_experts_sorted(x: torch.Tensor, ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> ExpertRows:
+def moe_experts_sorted(
+    x: torch.Tensor, ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, num_shared: int = 0
+) -> ExpertRows:
     """Return what `moe_experts` returns, over rows sorted by expert. Half precision, weights that TMA can load."""
     if not len(x):
         return ExpertRows(x, None)
-    pairs = sort_pairs(ids, w2.shape[0])
+    num_routed = w2.shape[0] - num_shared
+    height = tile_height(len(x) * (ids.shape[1] - num_shared), num_routed)
+    pairs = sort_pairs(ids, w2.shape[0], num_shared, height)
     return ExpertRows(sorted_products(x, pairs, w13, w2), pairs.places.view(ids.shape))
 
 

@@ -57,6 +57,29 @@ def test_tokens_land_in_their_slots_and_nowhere_else(
     assert (q[..., :RANK] == CANARY).all()
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("use_kernel", [False, True])
+def test_the_cache_alone_and_then_some_queries_are_parts_of_the_whole(
+    kernel_device: str, interleaved: bool, use_kernel: bool
+) -> None:
+    """Without heads only the cache is written; with slots of -1 the queries alone."""
+    op, device = (mla_inputs_triton, kernel_device) if use_kernel else (mla_inputs_torch, "cpu")
+    latent, q_pe, weight, positions, table = inputs = _inputs(7, device)
+    slots = [3, -1, 9, 0, 15, -1, 2]
+    whole_cache, whole_q = _run(op, inputs, slots, interleaved)
+    buffer = torch.full((6, 4, RANK + ROPE), CANARY, device=device)
+    no_heads = latent.new_empty(7, 0, RANK + ROPE)
+    slot_mapping = torch.tensor(slots, device=device)
+    op(
+        latent, no_heads[..., RANK:], weight, 1e-6, positions, table, interleaved, slot_mapping, buffer[1:5], no_heads
+    )  # fmt: skip
+    assert torch.equal(buffer.view(24, -1), whole_cache)
+    rows = torch.tensor([5, 0, 2], device=device)
+    some = [latent[rows], q_pe[rows], weight, positions[rows], table]
+    cache, q = _run(op, some, [-1] * 3, interleaved)
+    assert (cache == CANARY).all() and torch.equal(q, whole_q[rows])
+
+
 def test_a_token_alone_is_the_token_in_company(
     threads: int, row_subsets: Callable[[int], Iterator[torch.Tensor]]
 ) -> None:
