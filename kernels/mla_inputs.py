@@ -29,7 +29,7 @@ def mla_inputs(
     latent: [T, R + P] and q_pe: [T, H, P], rows and heads may be strided; norm_weight: [R], same dtype; positions: [T]
     int64, clamped into the table; cos_sin: [max_pos, P] float32, see `apply_rope`; slot_mapping: [T] int64, -1 writes
     nothing; kv_cache: [num_blocks, block_size, R + P], same dtype or FP8, contiguous; q: [T, H, R + P], contiguous, its
-    first R columns stay. Raises: ValueError on a wrong dtype or shape.
+    first R columns stay. With H = 0 only the cache is written. Raises: ValueError on a wrong dtype or shape.
     Source: DeepSeek-V2, arXiv 2405.04434, eq. 9 to 19.
     """
     num_tokens, width = latent.shape
@@ -95,8 +95,8 @@ def mla_inputs_triton(
         _mla_inputs_kernel[(num_tokens,)](
             latent, latent.stride(0), q_pe, q_pe.stride(0), q_pe.stride(1), norm_weight, eps, positions, cos_sin,
             cos_sin.stride(0), cos_sin.shape[0], slot_mapping, kv_cache, q, num_heads, rank, rope // 2,
-            INTERLEAVED=interleaved, HEADS=triton.next_power_of_2(num_heads), RANK=triton.next_power_of_2(rank),
-            HALF=triton.next_power_of_2(rope // 2), num_warps=4, **pdl(),
+            INTERLEAVED=interleaved, HEADS=triton.next_power_of_2(num_heads) if num_heads else 0,
+            RANK=triton.next_power_of_2(rank), HALF=triton.next_power_of_2(rope // 2), num_warps=4, **pdl(),
         )  # fmt: skip
 
 
@@ -179,10 +179,11 @@ def _mla_inputs_kernel(
         k1, k2 = k1 * cos - k2 * sin, k2 * cos + k1 * sin
         _store_pairs(target + rank + one, k1.to(dtype), k2.to(dtype), one == 0, half, INTERLEAVED, 1, HALF)
 
-    head = tl.arange(0, HEADS)[:, None].to(tl.int64)
-    is_head = head < num_heads
-    q_rows = q_pe_ptr + token * q_pe_stride + head * q_pe_head_stride
-    q1, q2 = _load_pairs(q_rows, is_head, half, INTERLEAVED, HEADS, HALF)
-    q1, q2 = q1 * cos - q2 * sin, q2 * cos + q1 * sin
-    q_out = q_ptr + (token * num_heads + head) * width + rank
-    _store_pairs(q_out, q1.to(dtype), q2.to(dtype), is_head, half, INTERLEAVED, HEADS, HALF)
+    if HEADS > 0:
+        head = tl.arange(0, HEADS)[:, None].to(tl.int64)
+        is_head = head < num_heads
+        q_rows = q_pe_ptr + token * q_pe_stride + head * q_pe_head_stride
+        q1, q2 = _load_pairs(q_rows, is_head, half, INTERLEAVED, HEADS, HALF)
+        q1, q2 = q1 * cos - q2 * sin, q2 * cos + q1 * sin
+        q_out = q_ptr + (token * num_heads + head) * width + rank
+        _store_pairs(q_out, q1.to(dtype), q2.to(dtype), is_head, half, INTERLEAVED, HEADS, HALF)

@@ -3,8 +3,8 @@
 It knows which expert each token chose, not why. A row's bits don't depend on the tile it lands in: products keep row
 bits (`linear`). The Triton path sorts tokens by expert into tiles of a fixed number of rows without a look from the
 host: its grids come from bounds, and tiles past the real ones return at once. Experts that every token takes (shared
-ones) are the last: with few tokens an expert they get taller tiles of their own. With many tokens, when arithmetic
-counts and not the reading of weights, rows are sorted first (`_sorted_experts`); their bits are the same.
+ones) are the last: with few tokens an expert they get taller tiles of their own. With many tokens, on Hopper with more
+than one tile holds, rows are sorted first (`_sorted_experts`); their bits are the same.
 
 Weights may be held in FP8 with a scale a row (`float8_linear`), as those of draft layers. They go through the tiles
 whatever the number of tokens: sorted rows are for the many layers that do not draft.
@@ -82,9 +82,9 @@ def moe_experts(
         raise ValueError(f"num_shared: expected 0..{min(ids.shape[1], num_experts)}, got {num_shared}")
     if not x.is_cuda:
         return moe_experts_torch(x, ids, w13, w2, num_shared, scales)
-    if x.dtype == torch.bfloat16 and scales is None and can_use_tma(w13, w2):
-        if num_tokens >= _MANY_TOKENS or (num_tokens > min(_TILES) and is_hopper()):
-            return moe_experts_sorted(x, ids, w13, w2, num_shared)
+    are_many = num_tokens >= _MANY_TOKENS or (num_tokens > min(_TILES) and is_hopper())
+    if are_many and x.dtype == torch.bfloat16 and scales is None and can_use_tma(w13, w2):
+        return moe_experts_sorted(x, ids, w13, w2, num_shared)
     return moe_experts_triton(x, ids, w13, w2, num_shared, scales)
 
 

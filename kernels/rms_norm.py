@@ -26,9 +26,9 @@ def rms_norm(
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Return norm(x) * weight, or with a residual (norm(x + residual) * weight, x + residual).
+    """Return norm(x) * weight, or with a residual (norm(x + residual) * weight, residual), which is the sum then.
 
-    x, residual: [T, H], rows may be strided; weight: [H], same dtype. Returns contiguous [T, H] in x's dtype.
+    x, residual: [T, H], rows may be strided; weight: [H], same dtype. The norm is contiguous, in x's dtype.
     Raises: ValueError on a wrong dtype or shape.
     Source: Zhang and Sennrich, arXiv 1910.07467, eq. 4.
     """
@@ -45,7 +45,7 @@ def rms_norm_torch(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Return what `rms_norm` returns, in plain torch."""
-    total = x if residual is None else x + residual
+    total = x if residual is None else residual.add_(x)
     wide = total.float()
     scale = (wide * wide).mean(-1, keepdim=True).add_(eps).rsqrt_()
     out = (wide * scale).to(x.dtype).mul_(weight)
@@ -58,7 +58,6 @@ def rms_norm_triton(
     """Return what `rms_norm` returns, by one program a row."""
     num_rows, width = x.shape
     out = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
-    total = out if residual is None else torch.empty_like(out)
     if num_rows:
         block = triton.next_power_of_2(width)
         _rms_norm_kernel[(num_rows,)](
@@ -68,7 +67,6 @@ def rms_norm_triton(
             0 if residual is None else residual.stride(0),
             weight,
             out,
-            total,
             width,
             eps,
             HAS_RESIDUAL=residual is not None,
@@ -76,7 +74,7 @@ def rms_norm_triton(
             num_warps=max(1, min(8, block // 512)),
             **pdl(),
         )
-    return out if residual is None else (out, total)
+    return out if residual is None else (out, residual)
 
 
 @triton.jit
@@ -95,7 +93,6 @@ def _rms_norm_kernel(
     residual_stride,
     weight_ptr,
     out_ptr,
-    total_ptr,
     width,
     eps,
     HAS_RESIDUAL: tl.constexpr,
@@ -109,9 +106,9 @@ def _rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0)
     if HAS_RESIDUAL:
-        residual = tl.load(residual_ptr + row * residual_stride + columns, mask=mask, other=0.0)
-        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
-        tl.store(total_ptr + row * width + columns, x, mask=mask)
+        total = residual_ptr + row * residual_stride + columns
+        x = (x.to(tl.float32) + tl.load(total, mask=mask, other=0.0).to(tl.float32)).to(x.dtype)
+        tl.store(total, x, mask=mask)
     tl.store(out_ptr + row * width + columns, normalised(x, weight, width, eps), mask=mask)
 
 
@@ -123,12 +120,12 @@ def combine_norm(
     norm_weight: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (norm(total) * norm_weight, total), total = residual + sum over j of weights[:, j] * part j of the token.
+    """Return (norm(residual) * norm_weight, residual), to which the sum over j of weights[:, j] * part j was added.
 
     rows: [n, H], contiguous; places: [T, k] int32, the row of a token's part j, None for row t * k + j; weights: [T, k]
     float32; residual: [T, H], rows may be strided; norm_weight: [H]. The sum runs in float32 in the order of j and is
-    rounded before the residual is added. Returns contiguous [T, H] in rows' dtype. Raises: ValueError on a wrong dtype
-    or shape.
+    rounded before it is added. The norm is contiguous, [T, H] in rows' dtype. Raises: ValueError on a wrong dtype or
+    shape.
     """
     num_tokens, top_k = weights.shape
     check("rows", rows, rows.dtype, None if places is not None else num_tokens * top_k, None)
@@ -175,15 +172,14 @@ def combine_norm_triton(
     """Return what `combine_norm` returns, by one program a token."""
     (num_tokens, top_k), width = weights.shape, rows.shape[1]
     out = torch.empty(num_tokens, width, dtype=rows.dtype, device=rows.device)
-    total = torch.empty_like(out)
     if num_tokens:
         block = triton.next_power_of_2(width)
         _combine_norm_kernel[(num_tokens,)](
-            rows, weights if places is None else places, weights, residual, residual.stride(0), norm_weight, out, total,
-            width, eps, HAS_PLACES=places is not None, TOP_K=top_k, BLOCK=block,
-            num_warps=max(1, min(8, block // 512)), **pdl(),
+            rows, weights if places is None else places, weights, residual, residual.stride(0), norm_weight, out, width,
+            eps, HAS_PLACES=places is not None, TOP_K=top_k, BLOCK=block, num_warps=max(1, min(8, block // 512)),
+            **pdl(),
         )  # fmt: skip
-    return out, total
+    return out, residual
 
 
 @triton.jit
@@ -195,7 +191,6 @@ def _combine_norm_kernel(
     residual_stride,
     norm_weight_ptr,
     out_ptr,
-    total_ptr,
     width,
     eps,
     HAS_PLACES: tl.constexpr,
@@ -216,7 +211,7 @@ def _combine_norm_kernel(
         if HAS_PLACES:
             row = tl.load(places_ptr + row).to(tl.int64)
         acc += weight * tl.load(rows_ptr + row * width + columns, mask=mask, other=0.0).to(tl.float32)
-    residual = tl.load(residual_ptr + token * residual_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    total = (acc.to(dtype).to(tl.float32) + residual).to(dtype)
-    tl.store(total_ptr + token * width + columns, total, mask=mask)
+    target = residual_ptr + token * residual_stride + columns
+    total = (acc.to(dtype).to(tl.float32) + tl.load(target, mask=mask, other=0.0).to(tl.float32)).to(dtype)
+    tl.store(target, total, mask=mask)
     tl.store(out_ptr + token * width + columns, normalised(total, norm_weight, width, eps), mask=mask)

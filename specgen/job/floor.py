@@ -90,6 +90,9 @@ class _Tokens(NamedTuple):
     expanded: bool = False
 
 
+_NO_TOKENS = _Tokens(0, 0, 0)
+
+
 class DraftCosts(NamedTuple):
     """How draft layers differ from the target's.
 
@@ -138,8 +141,7 @@ class CostModel:
         verify = _Tokens(rows * (1 + num_drafts), rows * context, rows * (1 + num_drafts) * context)
         ops = self._target(verify, verify.num)
         num_layers = min(self._draft_config.num_nextn_predict_layers, num_drafts)
-        for _ in range(num_layers):
-            ops += self._draft_layer(verify)
+        ops += self._first_pass(verify, _Tokens(rows, rows * context, rows * context), num_drafts)
         for step in range(num_drafts):
             if step:
                 width = min(step, num_layers)
@@ -153,9 +155,8 @@ class CostModel:
         num_steps = max(1.0, total / tokens_per_step)
         chunk = total / num_steps
         step = _Tokens(chunk, chunk, prompts * prompt_len * (prompt_len + 1) / 2 / num_steps, expanded=True)
-        ops = self._target(step, prompts / num_steps)
-        for _ in range(min(self._draft_config.num_nextn_predict_layers, num_drafts)):
-            ops += self._draft_layer(step)
+        ends = prompts / num_steps
+        ops = [*self._target(step, ends), *self._first_pass(step, _Tokens(ends, chunk, chunk), num_drafts)]
         return Cost(tuple(op._replace(num_bytes=op.num_bytes * num_steps, flops=op.flops * num_steps) for op in ops))
 
     def _target(self, tokens: _Tokens, num_logits: float) -> list[Op]:
@@ -165,10 +166,19 @@ class CostModel:
             ops += self._layer("target", c, tokens, c.is_moe_layer(layer))
         return [*ops, self._head("target", num_logits)]
 
-    def _draft_layer(self, tokens: _Tokens) -> list[Op]:
+    def _first_pass(self, tokens: _Tokens, ends: _Tokens, num_drafts: int) -> list[Op]:
+        """Of all draft layers over a step's tokens; of the last one's outputs those of `ends` are read, or none."""
+        num_layers = min(self._draft_config.num_nextn_predict_layers, num_drafts)
+        if num_layers == 0:
+            return []
+        is_read = num_layers == 1 or num_drafts > num_layers
+        below = [op for _ in range(num_layers - 1) for op in self._draft_layer(tokens)]
+        return [*below, *self._draft_layer(tokens, ends if is_read else _NO_TOKENS)]
+
+    def _draft_layer(self, tokens: _Tokens, outputs: _Tokens | None = None) -> list[Op]:
         c = self._draft_config
         project = self._product("draft", "eh_proj", [(c.hidden_size, 2 * c.hidden_size)], tokens.num)
-        return [project, *self._layer("draft", c, tokens, c.is_moe_layer(c.num_hidden_layers))]
+        return [project, *self._layer("draft", c, tokens, c.is_moe_layer(c.num_hidden_layers), outputs)]
 
     def _head(self, part: str, num_logits: float) -> Op:
         vocab_size = self.config.vocab_size
@@ -177,7 +187,9 @@ class CostModel:
         return self._product(part, "head", [(vocab_size, self.config.hidden_size)], num_logits)
 
     def _product(self, part: str, name: str, shapes: list[_Shape], num_tokens: float) -> Op:
-        """Products of `num_tokens` tokens with weights of some shapes [out, in], each read once."""
+        """Products of `num_tokens` tokens with weights of some shapes [out, in], each read once, if there are any."""
+        if not num_tokens:
+            return Op(part, name, 0, 0)
         num_bytes = sum(self._bytes_of(part, name, shape, num_tokens) for shape in shapes)
         return Op(part, name, num_bytes, 2 * sum(math.prod(shape) for shape in shapes) * num_tokens)
 
@@ -195,35 +207,52 @@ class CostModel:
             return size + _SCALE_BYTES * num_out
         return size * self._weight_bytes
 
-    def _layer(self, part: str, c: DeepseekV3Config | DenseConfig, tokens: _Tokens, is_moe: bool) -> list[Op]:
-        ops = self._attention(part, c, tokens)
+    def _layer(
+        self,
+        part: str,
+        c: DeepseekV3Config | DenseConfig,
+        tokens: _Tokens,
+        is_moe: bool,
+        outputs: _Tokens | None = None,
+    ) -> list[Op]:
+        """A layer that writes the KV of `tokens` and gives the outputs of `outputs`, a part of them; None is all."""
+        if outputs is None:
+            outputs = tokens
+        ops = self._attention(part, c, tokens, outputs)
         if not is_moe:
-            return [*ops, self._product(part, "mlp", _gated(c.hidden_size, c.intermediate_size), tokens.num)]
+            return [*ops, self._product(part, "mlp", _gated(c.hidden_size, c.intermediate_size), outputs.num)]
         expert = _gated(c.hidden_size, c.moe_intermediate_size)
-        touched = expected_experts(c.n_routed_experts, c.num_experts_per_tok, tokens.num)
-        one = self._product(part, "experts", expert, c.num_experts_per_tok * tokens.num)
-        ops.append(self._product(part, "router", [(c.n_routed_experts, c.hidden_size)], tokens.num))
+        touched = expected_experts(c.n_routed_experts, c.num_experts_per_tok, outputs.num)
+        one = self._product(part, "experts", expert, c.num_experts_per_tok * outputs.num)
+        ops.append(self._product(part, "router", [(c.n_routed_experts, c.hidden_size)], outputs.num))
         ops.append(one._replace(num_bytes=touched * one.num_bytes))
         if c.n_shared_experts:
-            ops.append(self._product(part, "shared experts", expert * c.n_shared_experts, tokens.num))
+            ops.append(self._product(part, "shared experts", expert * c.n_shared_experts, outputs.num))
         return ops
 
-    def _attention(self, part: str, c: DeepseekV3Config | DenseConfig, tokens: _Tokens) -> list[Op]:
+    def _attention(self, part: str, c: DeepseekV3Config | DenseConfig, tokens: _Tokens, outputs: _Tokens) -> list[Op]:
         name = "attention products"
         if isinstance(c, DenseConfig):
             num_q, per_head = c.num_attention_heads * c.head_dim, 2 * c.head_dim
-            shapes = [(num_q + c.kv_width, c.hidden_size), (c.hidden_size, num_q)]
-            products = self._product(part, name, shapes, tokens.num)
+            products = [self._product(part, name, [(c.hidden_size, num_q)], outputs.num)]
         else:
             per_head = c.latent_size + c.kv_lora_rank  # scores over the latent and its rotary key, sums over the latent
-            if tokens.expanded:
+            if outputs.expanded:
                 per_head = c.qk_nope_head_dim + c.qk_rope_head_dim + c.v_head_dim
-            products = self._product(part, name, _latent_shapes(c), tokens.num)
+            num_q, shapes = _latent_shapes(c)
             head_shape = (c.num_attention_heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank)
-            by_head = self._product(part, "by head", [head_shape], tokens.num)
-            products = Op(part, name, products.num_bytes + by_head.num_bytes, products.flops + by_head.flops)
-        kv_bytes = tokens.kv_entries * c.kv_width * self._kv_bytes
-        return [products, Op(part, "attention", kv_bytes, 2.0 * c.num_attention_heads * per_head * tokens.pairs)]
+            products = [self._product(part, name, shapes, outputs.num)]
+            products.append(self._product(part, "by head", [head_shape], outputs.num))
+        # one weight makes queries and KV; the queries of tokens without an output need not be made
+        num_q = num_q if outputs.num else 0
+        fused = self._product(part, name, [(num_q + c.kv_width, c.hidden_size)], tokens.num)
+        flops = fused.flops - 2 * num_q * c.hidden_size * (tokens.num - outputs.num)
+        all_products = Cost((fused._replace(flops=flops), *products))
+        kv_bytes = outputs.kv_entries * c.kv_width * self._kv_bytes
+        return [
+            Op(part, name, all_products.num_bytes, all_products.flops),
+            Op(part, "attention", kv_bytes, 2.0 * c.num_attention_heads * per_head * outputs.pairs),
+        ]
 
 
 def _gated(hidden: int, inner: int) -> list[_Shape]:
@@ -231,13 +260,14 @@ def _gated(hidden: int, inner: int) -> list[_Shape]:
     return [(2 * inner, hidden), (hidden, inner)]
 
 
-def _latent_shapes(c: DeepseekV3Config) -> list[_Shape]:
-    """The fused weights of latent attention, without those that meet the latent head by head."""
+def _latent_shapes(c: DeepseekV3Config) -> tuple[int, list[_Shape]]:
+    """Of latent attention: rows of the queries in the product that reads the input, and the weights behind it.
+
+    Without those that meet the latent head by head.
+    """
     num_q = c.num_attention_heads * (c.qk_nope_head_dim + c.qk_rope_head_dim)
-    shapes = [((c.q_lora_rank or num_q) + c.latent_size, c.hidden_size)]
-    if c.q_lora_rank:
-        shapes.append((num_q, c.q_lora_rank))
-    return [*shapes, (c.hidden_size, c.num_attention_heads * c.v_head_dim)]
+    out = (c.hidden_size, c.num_attention_heads * c.v_head_dim)
+    return (c.q_lora_rank, [(num_q, c.q_lora_rank), out]) if c.q_lora_rank else (num_q, [out])
 
 
 def cost_model(

@@ -15,7 +15,7 @@ from specgen.kernels.linear import batched_linear
 from specgen.kernels.mla_attention import mla_attention
 from specgen.kernels.mla_inputs import mla_inputs
 from specgen.models.config import DeepseekV3Config
-from specgen.models.context import AttentionContext
+from specgen.models.context import AttentionContext, OutputRows
 from specgen.models.layers import Linear, RMSNorm, empty_weight
 
 
@@ -57,27 +57,26 @@ class MLAAttention(nn.Module):
         kv_cache: torch.Tensor,
         cos_sin: torch.Tensor,
         key_start: int,
+        outputs: OutputRows | None = None,
     ) -> torch.Tensor:
-        """`[T, hidden] -> [T, hidden]`; writes the tokens' KV to `kv_cache [blocks, block_size, latent]` first."""
-        num_tokens = hidden.shape[0]
-        q, latent = self.qkv_a_proj(hidden).split([self.q_size, self.rank + self.rope], dim=-1)
+        """`[T, hidden] -> [T, hidden]`, or `[N, hidden]` of `outputs`; all tokens' KV is in `kv_cache` first.
+
+        `kv_cache [blocks, block_size, latent]`.
+        """
+        qkv = self.qkv_a_proj(hidden)
+        if outputs is not None:
+            no_heads = qkv.new_empty(len(qkv), 0, self.rank + self.rope)
+            self._prepare(qkv[:, self.q_size :], no_heads[..., self.rank :], context, kv_cache, cos_sin, no_heads)
+            if not len(outputs.rows):
+                return hidden[:0]
+            qkv, context = outputs.of(qkv), outputs.context
+        num_tokens = qkv.shape[0]
+        q, latent = qkv.split([self.q_size, self.rank + self.rope], dim=-1)
         if self.has_q_lora:
             q = self.q_b_proj(self.q_a_layernorm(q))
         q_nope, q_pe = q.unflatten(1, (self.num_heads, -1)).split([self.nope, self.rope], dim=-1)
         q_latent = hidden.new_empty(num_tokens, self.num_heads, self.rank + self.rope)
-        norm = self.kv_a_layernorm
-        mla_inputs(
-            latent,
-            q_pe,
-            norm.weight,
-            norm.eps,
-            context.positions,
-            cos_sin,
-            self.interleave,
-            context.slot_mapping,
-            kv_cache,
-            q_latent,
-        )
+        self._prepare(latent, q_pe, context, kv_cache, cos_sin, q_latent)
         batched_linear(q_nope, self.w_uk, out=q_latent[..., : self.rank])
         latent = mla_attention(
             q_latent,
@@ -94,3 +93,18 @@ class MLAAttention(nn.Module):
         )
         out = batched_linear(latent, self.w_uv)
         return self.o_proj(out.reshape(num_tokens, self.num_heads * self.value))
+
+    def _prepare(
+        self,
+        latent: torch.Tensor,
+        q_pe: torch.Tensor,
+        context: AttentionContext,
+        kv_cache: torch.Tensor,
+        cos_sin: torch.Tensor,
+        q_latent: torch.Tensor,
+    ) -> None:
+        """The latents are in the cache, `q_pe`, rotated, in the last columns of `q_latent`; see `mla_inputs`."""
+        norm, positions, slots = self.kv_a_layernorm, context.positions, context.slot_mapping
+        mla_inputs(
+            latent, q_pe, norm.weight, norm.eps, positions, cos_sin, self.interleave, slots, kv_cache, q_latent
+        )  # fmt: skip

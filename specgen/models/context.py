@@ -22,3 +22,17 @@ class AttentionContext(NamedTuple):
     block_tables: torch.Tensor
     max_query_len: int
     max_seq_len: int
+
+
+class OutputRows(NamedTuple):
+    """Which tokens of a step give an output: of the others a layer writes the KV and computes nothing else.
+
+    rows `[N] int64`, in the step; context: of these alone, one query a request, slots -1 (their KV is the step's).
+    """
+
+    rows: torch.Tensor
+    context: AttentionContext
+
+    def of(self, values: torch.Tensor) -> torch.Tensor:
+        """What `values [T, ...]` are for the rows, `[N, ...]`; without rows nothing is launched for it."""
+        return values.index_select(0, self.rows) if len(self.rows) else values[:0]

@@ -18,7 +18,7 @@ from specgen.kernels.moe_routing import route
 from specgen.kernels.rms_norm import combine_norm
 from specgen.models.attention import MLAAttention
 from specgen.models.config import DeepseekV3Config, MoEConfig
-from specgen.models.context import AttentionContext
+from specgen.models.context import AttentionContext, OutputRows
 from specgen.models.layers import MLP, Embedding, Head, RMSNorm, empty_weight
 from specgen.models.rope_table import rope_table
 
@@ -115,9 +115,17 @@ class DecoderLayer(nn.Module):
         cos_sin: torch.Tensor,
         next_norm: RMSNorm,
         key_start: int = 0,
+        outputs: OutputRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(next_norm(output), output)` of `hidden` = input_layernorm(`residual`), all `[T, H]`."""
-        hidden = self.self_attn(hidden, context, kv_cache, cos_sin, key_start)
+        """`(next_norm(output), output)` of `hidden` = input_layernorm(`residual`), all `[T, H]`.
+
+        With `outputs` both results are those of its rows, `[N, H]`.
+        """
+        hidden = self.self_attn(hidden, context, kv_cache, cos_sin, key_start, outputs)
+        if outputs is not None:
+            residual = outputs.of(residual)
+            if not len(residual):
+                return hidden, residual
         hidden, residual = self.post_attention_layernorm.add(hidden, residual)
         return feed_forward(self.mlp, hidden, residual, next_norm)
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from specgen.kernels.gqa_attention import gqa_attention
 from specgen.kernels.prepare_qkv import prepare_qkv
-from specgen.models.context import AttentionContext
+from specgen.models.context import AttentionContext, OutputRows
 from specgen.models.deepseek_v3 import MoE, feed_forward
 from specgen.models.dense_config import DenseConfig
 from specgen.models.layers import MLP, Embedding, Head, Linear, RMSNorm, empty_weight
@@ -50,8 +50,12 @@ class GQAAttention(nn.Module):
         kv_cache: torch.Tensor,
         cos_sin: torch.Tensor,
         key_start: int,
+        outputs: OutputRows | None = None,
     ) -> torch.Tensor:
-        """`[T, hidden] -> [T, hidden]`; writes the tokens' KV to `kv_cache [blocks, block_size, kv_width]` first."""
+        """`[T, hidden] -> [T, hidden]`, or `[N, hidden]` of `outputs`; all tokens' KV is in `kv_cache` first.
+
+        `kv_cache [blocks, block_size, kv_width]`.
+        """
         q = prepare_qkv(
             self.qkv_proj(hidden),
             context.positions,
@@ -65,6 +69,10 @@ class GQAAttention(nn.Module):
             self.k_norm,
             self.eps,
         )
+        if outputs is not None:
+            if not len(outputs.rows):
+                return hidden[:0]
+            q, context = outputs.of(q), outputs.context
         out = gqa_attention(
             q,
             kv_cache,
@@ -105,9 +113,17 @@ class DenseLayer(nn.Module):
         cos_sin: torch.Tensor,
         next_norm: RMSNorm,
         key_start: int = 0,
+        outputs: OutputRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(next_norm(output), output)` of `hidden` = input_layernorm(`residual`), all `[T, H]`."""
-        hidden = self.self_attn(hidden, context, kv_cache, cos_sin, key_start)
+        """`(next_norm(output), output)` of `hidden` = input_layernorm(`residual`), all `[T, H]`.
+
+        With `outputs` both results are those of its rows, `[N, H]`.
+        """
+        hidden = self.self_attn(hidden, context, kv_cache, cos_sin, key_start, outputs)
+        if outputs is not None:
+            residual = outputs.of(residual)
+            if not len(residual):
+                return hidden, residual
         hidden, residual = self.post_attention_layernorm.add(hidden, residual)
         return feed_forward(self.mlp, hidden, residual, next_norm)
 

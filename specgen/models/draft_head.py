@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from specgen.kernels.draft_layer_inputs import draft_layer_inputs
-from specgen.models.context import AttentionContext
+from specgen.models.context import AttentionContext, OutputRows
 from specgen.models.dense import DenseLayer, rotary_table
 from specgen.models.dense_config import DenseConfig
 from specgen.models.layers import Embedding, Head, Linear, RMSNorm
@@ -53,8 +53,9 @@ class DraftLayer(nn.Module):
         context: AttentionContext,
         kv_cache: torch.Tensor,
         cos_sin: torch.Tensor,
+        outputs: OutputRows | None = None,
     ) -> torch.Tensor:
-        """The normed hidden states `[T, H]`, for the head and the next layer.
+        """The normed hidden states `[T, H]`, for the head and the next layer; `[N, H]` of `outputs`.
 
         `input_ids [T] int64` are looked up in `embedding [vocab, H]`; `previous [T, H]`.
         """
@@ -65,7 +66,8 @@ class DraftLayer(nn.Module):
         )  # fmt: skip
         hidden = self.projection(inputs)
         block = self.block
-        return block(block.input_layernorm(hidden), hidden, context, kv_cache, cos_sin, self.final_norm, self.index)[0]
+        normed = block.input_layernorm(hidden)
+        return block(normed, hidden, context, kv_cache, cos_sin, self.final_norm, self.index, outputs)[0]
 
 
 class DraftHead(nn.Module):
@@ -113,10 +115,14 @@ class DraftHead(nn.Module):
         previous: torch.Tensor,
         context: AttentionContext,
         kv_cache: torch.Tensor,
+        outputs: OutputRows | None = None,
     ) -> torch.Tensor:
-        """Layer `layer` over `input_ids [T] int64` (the tokens after the positions) -> hidden `[T, H]`."""
+        """Layer `layer` over `input_ids [T] int64` (the tokens after the positions) -> hidden `[T, H]`.
+
+        `[N, H]` of `outputs`, where it is given; the KV is written for all tokens.
+        """
         weight = self.embed_tokens.weight
-        return self.layers[layer](input_ids, weight, previous, context, kv_cache, self.cos_sin)
+        return self.layers[layer](input_ids, weight, previous, context, kv_cache, self.cos_sin, outputs)
 
     def compute_logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """`[N, H] -> [N, vocab] float32`."""

@@ -97,7 +97,7 @@ class RMSNorm(nn.Module):
         return out
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of `x + residual`, and that sum, each `[T, H]`."""
+        """The norm of `x + residual`, and `residual`, which is that sum then, each `[T, H]`."""
         out = rms_norm(x, self.weight, self.eps, residual)
         assert isinstance(out, tuple)
         return out

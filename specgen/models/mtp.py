@@ -17,7 +17,7 @@ from torch import nn
 
 from specgen.kernels.draft_layer_inputs import draft_layer_inputs
 from specgen.models.config import DeepseekV3Config
-from specgen.models.context import AttentionContext
+from specgen.models.context import AttentionContext, OutputRows
 from specgen.models.deepseek_v3 import DecoderLayer, DeepseekV3ForCausalLM
 from specgen.models.layers import Embedding, Head, Linear, RMSNorm
 
@@ -48,8 +48,9 @@ class MTPLayer(nn.Module):
         context: AttentionContext,
         kv_cache: torch.Tensor,
         cos_sin: torch.Tensor,
+        outputs: OutputRows | None = None,
     ) -> torch.Tensor:
-        """The normed hidden states `[T, H]`, for the head and the next layer.
+        """The normed hidden states `[T, H]`, for the head and the next layer; `[N, H]` of `outputs`.
 
         `input_ids [T] int64` are looked up in `embedding [vocab, H]`; `previous [T, H]`.
         """
@@ -60,7 +61,8 @@ class MTPLayer(nn.Module):
         )  # fmt: skip
         hidden = self.eh_proj(inputs)
         block = self.mtp_block
-        return block(block.input_layernorm(hidden), hidden, context, kv_cache, cos_sin, self.final_norm, self.index)[0]
+        normed = block.input_layernorm(hidden)
+        return block(normed, hidden, context, kv_cache, cos_sin, self.final_norm, self.index, outputs)[0]
 
 
 class DeepseekMTP(nn.Module):
@@ -106,10 +108,14 @@ class DeepseekMTP(nn.Module):
         previous: torch.Tensor,
         context: AttentionContext,
         kv_cache: torch.Tensor,
+        outputs: OutputRows | None = None,
     ) -> torch.Tensor:
-        """Layer `layer` over `input_ids [T] int64` (the tokens after the positions) -> hidden `[T, H]`."""
+        """Layer `layer` over `input_ids [T] int64` (the tokens after the positions) -> hidden `[T, H]`.
+
+        `[N, H]` of `outputs`, where it is given; the KV is written for all tokens.
+        """
         weight = self.embed_tokens.weight
-        return self.layers[layer](input_ids, weight, previous, context, kv_cache, self.cos_sin)
+        return self.layers[layer](input_ids, weight, previous, context, kv_cache, self.cos_sin, outputs)
 
     def compute_logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """`[N, H] -> [N, vocab] float32`."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from specgen.models.context import AttentionContext
-from specgen.worker.graphs import capture, rounded_seq_len
+from specgen.worker.graphs import GraphMemory, capture, rounded_seq_len
 
 logger = logging.getLogger(__name__)
 
@@ -42,14 +42,15 @@ class ForwardGraphs:
     """The captured forwards of one target. `forward(input_ids, context)` gives hidden states `[T, H]`."""
 
     def __init__(
-        self, forward: Forward, max_num_seqs: int, max_num_tokens: int, max_seq_len: int, pool: tuple[int, int]
+        self, forward: Forward, max_num_seqs: int, max_num_tokens: int, max_seq_len: int, memory: GraphMemory
     ) -> None:
-        """The most rows, tokens a step and tokens a row; `pool` is memory shared with other graphs of the stream."""
+        """The most rows, tokens a step and tokens a row; `memory` is shared with other graphs."""
         self._forward = forward
         self._counts = token_counts(max_num_tokens)
         self._max_num_seqs = max_num_seqs
         self._max_seq_len = max_seq_len
-        self._pool = pool
+        self._memory = memory
+        self._hidden: torch.Tensor | None = None  # what every graph gives, `[max_num_tokens, H]`
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self.capture_seconds = 0.0
 
@@ -93,7 +94,14 @@ class ForwardGraphs:
             max_query_len=num_tokens,
             max_seq_len=max_seq_len,
         )
-        graph, hidden = capture(lambda: self._forward(input_ids, context), self._pool)
+
+        def run() -> torch.Tensor:
+            hidden = self._forward(input_ids, context)
+            if self._hidden is None:
+                self._hidden = hidden.new_empty(self._counts[-1], hidden.shape[1])
+            return self._hidden[:num_tokens].copy_(hidden)
+
+        graph, hidden = capture(run, self._memory)
         seconds = time.perf_counter() - start
         self.capture_seconds += seconds
         logger.debug("captured a forward of %d tokens in %.2f s", num_tokens, seconds)

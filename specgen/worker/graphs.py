@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -65,15 +65,29 @@ def rounded_seq_len(longest: int, limit: int) -> int:
     return min(limit, max(_SHORTEST, 1 << (longest - 1).bit_length()))
 
 
-def capture(run: Callable[[], Result], pool: tuple[int, int]) -> tuple[torch.cuda.CUDAGraph, Result]:
+class GraphMemory:
+    """What captured steps work in: one stream and its memory, which no other step uses.
+
+    Graphs run one after the other, so that all of them share the memory of the largest; only results stay apart.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        """`num_bytes` are taken at once, in one piece, so that what is captured first leaves no holes."""
+        self.pool = torch.cuda.MemPool()
+        self.stream = torch.cuda.Stream()
+        with torch.cuda.stream(self.stream), torch.cuda.use_mem_pool(self.pool):
+            torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+
+
+def capture(run: Callable[[], Result], memory: GraphMemory) -> tuple[torch.cuda.CUDAGraph, Result]:
     """A graph of `run`, and the result that its replays fill. `run` goes once before, for kernels to be compiled."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    memory.stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(memory.stream), torch.cuda.use_mem_pool(memory.pool):
         run()
-    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.current_stream().wait_stream(memory.stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # type: ignore[arg-type]
+    pool: Any = memory.pool.id
+    with torch.cuda.graph(graph, pool=pool, stream=memory.stream, capture_error_mode="thread_local"):
         result = run()
     return graph, result
 
@@ -106,16 +120,16 @@ class DecodeGraphs:
         states: RequestStates,
         max_num_seqs: int,
         block_size: int,
-        pool: tuple[int, int],
+        memory: GraphMemory | None,
     ) -> None:
-        """`block_size` in tokens; `pool` is memory shared with other graphs of the same stream."""
+        """`block_size` in tokens; `memory` may be shared with other graphs; without, nothing can be captured."""
         self._run_step = run_step
         self._states = states
         self._sizes = batch_sizes(max_num_seqs)
         self._block_size = block_size
         self._max_seq_len = states.block_tables.shape[1] * block_size
         self._graphs: dict[tuple[int, int, int, ProcessorNeeds], _Graph] = {}
-        self._pool = pool
+        self._memory = memory
         self.capture_seconds = 0.0
 
     @property
@@ -142,6 +156,13 @@ class DecodeGraphs:
         captured.graph.replay()
         return captured.tokens.first(len(rows), num_drafts)
 
+    def run_largest(self, num_drafts: int, needs: ProcessorNeeds) -> None:
+        """Runs the step that is captured for the most and the longest rows, without capturing it."""
+        size = self._sizes[-1]
+        inputs = torch.full((2, size), -1, dtype=torch.int32, device=self._states.device)
+        batch = self._uniform_batch(inputs, self._layout(size, num_drafts + 1), self._max_seq_len, needs)
+        self._run_step(batch, num_drafts)
+
     def _capture(self, size: int, num_drafts: int, max_seq_len: int, needs: ProcessorNeeds) -> _Graph:
         start = time.perf_counter()
         inputs = torch.full((2, size), -1, dtype=torch.int32, device=self._states.device)
@@ -150,7 +171,8 @@ class DecodeGraphs:
         def run_step() -> StepTokens:
             return self._run_step(self._uniform_batch(inputs, layout, max_seq_len, needs), num_drafts)
 
-        graph, tokens = capture(run_step, self._pool)  # padded rows change nothing
+        assert self._memory is not None
+        graph, tokens = capture(run_step, self._memory)  # padded rows change nothing
         seconds = time.perf_counter() - start
         self.capture_seconds += seconds
         logger.debug("captured a decode step of %d rows with %d drafts in %.2f s", size, num_drafts, seconds)

@@ -22,8 +22,8 @@ class MemoryBudget:
     """Where the memory goes, in bytes. `limit = used + step_peak + graphs + kv + left`.
 
     total: of the device, or the machine's available memory. limit: the fraction of it that may be used. used: weights,
-    per-slot state and the process itself. step_peak: activations of the largest step, measured. graphs: kept for the
-    steps that are captured later, whose activations are at most those of the largest step. kv: the pool.
+    per-slot state and the process itself. step_peak: activations of the largest step, measured; where steps are
+    captured, of what remains outside graphs. graphs: those of the largest captured step, measured. kv: the pool.
     """
 
     total: int
@@ -57,6 +57,19 @@ class MemoryBudget:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class LargestSteps:
+    """What takes the most memory.
+
+    `forward` and then `rest` are one step of the most tokens and logits rows: the target, and all that follows it;
+    `decode` is a step of the most rows that only decode.
+    """
+
+    forward: Callable[[], None]
+    rest: Callable[[], object]
+    decode: Callable[[], None]
+
+
 def _status_bytes(key: str, path: str = "/proc/self/status") -> int:
     match = re.search(rf"^{key}:\s+(\d+) kB", Path(path).read_text(), re.MULTILINE)
     return int(match.group(1)) * 1024 if match else 0
@@ -85,13 +98,13 @@ def _release_free_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _measure_cpu(run_largest_step: Callable[[], None]) -> tuple[int, int, int]:
+def _measure_cpu(steps: LargestSteps) -> tuple[int, int, int]:
     """(total, used, step_peak) of the process; the peak is what the resident set grew by, at its highest."""
     if not Path("/proc/self/status").is_file():  # no procfs (macOS): the machine's memory is not known this way
         import resource
 
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        run_largest_step()
+        _run(steps)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         return before + 4 * 2**30, before, peak
     _release_free_memory()
@@ -99,34 +112,44 @@ def _measure_cpu(run_largest_step: Callable[[], None]) -> tuple[int, int, int]:
     total = _cpu_available() + used
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # starts the peak anew
-    run_largest_step()
+    _run(steps)
     return total, used, max(0, _status_bytes("VmHWM") - used)
 
 
-def _measure_cuda(device: torch.device, run_largest_step: Callable[[], None]) -> tuple[int, int, int]:
-    """(total, used, step_peak) of the device. `used` counts other processes' memory too."""
+def _run(steps: LargestSteps) -> None:
+    steps.forward()
+    steps.rest()
+
+
+def _measure_cuda(device: torch.device, steps: LargestSteps, use_graphs: bool) -> tuple[int, int, int, int]:
+    """(total, used, step_peak, graphs) of the device. `used` counts other processes' memory too."""
     gc.collect()
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    allocated = torch.cuda.memory_allocated(device)
-    run_largest_step()
-    torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) - allocated
+    before = torch.cuda.memory_allocated(device)
+    peaks = []
+    for run in (steps.forward, steps.rest, steps.decode):
+        torch.cuda.reset_peak_memory_stats(device)
+        run()
+        torch.cuda.synchronize(device)
+        peaks.append(torch.cuda.max_memory_allocated(device) - before)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    return total, total - free, peak
+    forward, rest, decode = peaks
+    if use_graphs:
+        return total, total - free, rest, max(forward, decode)
+    return total, total - free, max(peaks), 0
 
 
 def plan_memory(
     device: torch.device,
-    run_largest_step: Callable[[], None],
+    steps: LargestSteps,
     block_bytes: int,
     memory_fraction: float,
     max_useful_blocks: int,
     num_blocks: int | None,
     use_graphs: bool,
 ) -> MemoryBudget:
-    """Runs the largest step once and gives what remains of `memory_fraction` to KV, at most what rows can ever use.
+    """Runs the largest steps once and gives what remains of `memory_fraction` to KV, at most what rows can ever use.
 
     `num_blocks` not None is the recipe's word, and kept if the device has the memory; the null block is among them.
 
@@ -135,10 +158,12 @@ def plan_memory(
     """
     if num_blocks is not None and num_blocks < 2:
         raise RecipeError(f"engine.num_blocks is {num_blocks}", hint="at least 2: the first block is never used")
-    is_cuda = device.type == "cuda"
-    total, used, peak = _measure_cuda(device, run_largest_step) if is_cuda else _measure_cpu(run_largest_step)
+    graphs = 0
+    if device.type == "cuda":
+        total, used, peak, graphs = _measure_cuda(device, steps, use_graphs)
+    else:
+        total, used, peak = _measure_cpu(steps)
     limit = int(total * memory_fraction)
-    graphs = peak if use_graphs else 0
     if num_blocks is None:
         num_blocks = min(max_useful_blocks, (limit - used - peak - graphs) // block_bytes)
     elif num_blocks * block_bytes > total - used - peak:

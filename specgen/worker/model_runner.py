@@ -22,7 +22,7 @@ from specgen.kernels.synthetic_rejection import conditional_rates, synthetic_rej
 from specgen.models.context import AttentionContext
 from specgen.models.families import TargetModel
 from specgen.worker.forward_graphs import ForwardGraphs
-from specgen.worker.graphs import DecodeGraphs, StepTokens
+from specgen.worker.graphs import DecodeGraphs, GraphMemory, StepTokens
 from specgen.worker.input_batch import InputBatch, build_batch
 from specgen.worker.logprobs import PromptPart, SampledLogprobs, judge_prompts, to_host
 from specgen.worker.processor_needs import FewCombinations, processor_needs
@@ -30,6 +30,8 @@ from specgen.worker.sampler import Sampler, SamplingRows
 from specgen.worker.speculator import Drafter
 from specgen.worker.states import RequestStates, to_device
 from specgen.worker.timing import StepTimer
+
+_MOST_LOGITS = 512  # rows of them that are in memory at once
 
 
 class ForwardStep(NamedTuple):
@@ -58,6 +60,26 @@ class LogitsSeen(NamedTuple):
     logits: torch.Tensor
     processed: torch.Tensor
     sampled: torch.Tensor
+
+
+class _Drawn(NamedTuple):
+    """Logits rows' tokens `[N] int64`, whether their logits held a NaN `[N] bool`, and what is wanted of them."""
+
+    token_ids: torch.Tensor
+    bad_rows: torch.Tensor
+    logprobs: Logprobs | None
+
+    @staticmethod
+    def joined(parts: list[_Drawn]) -> _Drawn:
+        """The parts' rows one behind the other."""
+        if len(parts) == 1:
+            return parts[0]
+        logprobs = [part.logprobs for part in parts if part.logprobs is not None]
+        return _Drawn(
+            torch.cat([part.token_ids for part in parts]),
+            torch.cat([part.bad_rows for part in parts]),
+            Logprobs(*map(torch.cat, zip(*logprobs, strict=True))) if logprobs else None,
+        )
 
 
 class SampledStep:
@@ -146,12 +168,23 @@ class ModelRunner:
         self._bad_rows: torch.Tensor | None = None
         self._last_slots = np.zeros(0, dtype=np.int64)
 
-    def use_graphs(self, max_num_seqs: int, max_num_tokens: int) -> None:
-        """Runs decode steps of up to `max_num_seqs` rows as CUDA graphs from now on, of other steps the target."""
-        block_size, k = self.kv_caches.shape[2], self.num_speculative_tokens
-        pool = torch.cuda.graph_pool_handle()
-        self.graphs = DecodeGraphs(self._run_step, self.states, max_num_seqs, block_size, pool)
-        self.forward_graphs = ForwardGraphs(self._forward, max_num_seqs, max_num_tokens, self.max_model_len + k, pool)
+    def use_graphs(self, max_num_seqs: int, max_num_tokens: int, num_bytes: int) -> None:
+        """Runs decode steps of up to `max_num_seqs` rows as CUDA graphs from now on, of other steps the target.
+
+        `num_bytes`: what the largest of them works in.
+        """
+        k, memory = self.num_speculative_tokens, GraphMemory(num_bytes)
+        self.graphs = self._decode_graphs(max_num_seqs, memory)
+        self.forward_graphs = ForwardGraphs(self._forward, max_num_seqs, max_num_tokens, self.max_model_len + k, memory)
+
+    def _decode_graphs(self, max_num_seqs: int, memory: GraphMemory | None) -> DecodeGraphs:
+        return DecodeGraphs(self._run_step, self.states, max_num_seqs, self.kv_caches.shape[2], memory)
+
+    @torch.inference_mode()
+    def run_largest_decode_step(self, slots: np.ndarray, max_num_seqs: int) -> None:
+        """Runs a decode step of the most rows, none of which is anybody's, without a graph: what slots `[B]` need."""
+        needs = processor_needs(slots, self.states)
+        self._decode_graphs(max_num_seqs, None).run_largest(self.num_speculative_tokens, needs)
 
     def _forward(self, input_ids: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         return self.target(input_ids, context, self.kv_caches)
@@ -260,29 +293,7 @@ class ModelRunner:
             spec_count=batch.spec_count,
             needs=batch.needs,
         )
-        logits = self._logits(batch.at_logits(hidden))
-        # the sampler works in place
-        given = logits.clone() if self.on_logits is not None or rows.needs.raw_logprobs else logits
-        by_ratio = self.states.draft_logits.shape[0] > 0 and rows.needs.noise
-        keep = by_ratio or self.on_logits is not None or rows.needs.processed_logprobs
-        target_sampled, self._bad_rows = self.sampler.sample(logits, rows, keep=keep)
-        if self.on_logits is not None:
-            self.on_logits(LogitsSeen(given, logits, target_sampled))
-        if by_ratio:
-            # an accepted draft, or what replaces it: strict comparison with the drafts does the rest
-            target_sampled = ratio_sample(
-                logits,
-                target_sampled,
-                ids,
-                self.states.draft_logits,
-                rows.row_slots,
-                rows.spec_count,
-                rows.positions,
-                self.states.seeds,
-                self.states.temperature,
-            )
-        if rows.needs.logprobs:
-            self._judge(given, logits, rows, target_sampled)
+        target_sampled = self._draw(batch.at_logits(hidden), rows)
         if self._rates is not None:
             sampled, num_sampled = synthetic_rejection_sample(
                 target_sampled,
@@ -312,18 +323,61 @@ class ModelRunner:
         )
         return sampled, num_sampled, num_rejected
 
+    def _draw(self, hidden: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+        """The target's token of each logits row of `hidden [N, H]`, `[N] int64`; keeps what else is known of them.
+
+        Many rows go in equal parts, lest their logits take more memory than all else. Not where rows are judged by
+        those behind them, nor for `on_logits`.
+        """
+        by_ratio = self.states.draft_logits.shape[0] > 0 and rows.needs.noise
+        most = _MOST_LOGITS // 2 if rows.needs.raw_logprobs else _MOST_LOGITS
+        is_whole = by_ratio or self.on_logits is not None
+        num_parts = 1 if is_whole else max(1, -(-len(hidden) // most))
+        size = max(1, -(-len(hidden) // num_parts))
+        starts = range(0, max(1, len(hidden)), size)
+        parts = [self._draw_part(hidden[at : at + size], rows.part(at, at + size), by_ratio) for at in starts]
+        token_ids, self._bad_rows, logprobs = _Drawn.joined(parts)
+        if logprobs is not None:
+            self._judged = token_ids, logprobs
+        return token_ids
+
+    def _draw_part(self, hidden: torch.Tensor, rows: SamplingRows, by_ratio: bool) -> _Drawn:
+        logits = self._logits(hidden)
+        # the sampler works in place
+        given = logits.clone() if self.on_logits is not None or rows.needs.raw_logprobs else logits
+        keep = by_ratio or self.on_logits is not None or rows.needs.processed_logprobs
+        token_ids, bad_rows = self.sampler.sample(logits, rows, keep=keep)
+        if self.on_logits is not None:
+            self.on_logits(LogitsSeen(given, logits, token_ids))
+        if by_ratio:
+            # an accepted draft, or what replaces it: strict comparison with the drafts does the rest
+            token_ids = ratio_sample(
+                logits,
+                token_ids,
+                rows.spec_ids,
+                self.states.draft_logits,
+                rows.row_slots,
+                rows.spec_count,
+                rows.positions,
+                self.states.seeds,
+                self.states.temperature,
+            )
+        return _Drawn(token_ids, bad_rows, self._judge(given, logits, rows, token_ids) if rows.needs.logprobs else None)
+
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The model's logits `[N, V] float32` of some hidden states."""
         return self.sampler.cap(self.target.compute_logits(hidden))
 
-    def _judge(self, given: torch.Tensor, processed: torch.Tensor, rows: SamplingRows, sampled: torch.Tensor) -> None:
-        """Keeps the log-probabilities of the step's tokens, by the model's logits or by what they were drawn from."""
+    def _judge(
+        self, given: torch.Tensor, processed: torch.Tensor, rows: SamplingRows, sampled: torch.Tensor
+    ) -> Logprobs:
+        """The log-probabilities of the rows' tokens, by the model's logits or by what they were drawn from."""
         s, out = self.states, Logprobs.empty(len(sampled), sampled.device)
         if rows.needs.raw_logprobs:
             gather_logprobs(given, rows.row_slots, sampled, s.num_raw_logprobs, out)
         if rows.needs.processed_logprobs:
             gather_logprobs(processed, rows.row_slots, sampled, s.num_processed_logprobs, out)
-        self._judged = sampled, out
+        return out
 
     def _postprocess(
         self, batch: InputBatch, sampled: torch.Tensor, num_sampled: torch.Tensor, num_rejected: torch.Tensor

@@ -47,6 +47,16 @@ class SamplingRows(NamedTuple):
     spec_count: torch.Tensor
     needs: ProcessorNeeds
 
+    def part(self, start: int, end: int) -> SamplingRows:
+        """Rows `start` to `end`."""
+        part = slice(start, end)
+        return self._replace(
+            row_slots=self.row_slots[part],
+            positions=self.positions[part],
+            spec_start=self.spec_start[part],
+            spec_count=self.spec_count[part],
+        )
+
 
 class Noise(enum.Enum):
     """Which noise a draw is made with: the row's own, which target and drafts share; one for drafts alone; none."""

@@ -2,7 +2,8 @@
 
 A proposal is one pass of each layer over the step's own tokens (ids shifted left by one, hidden states from the
 target), whose last row gives the first draft, and then K-1 short passes that feed drafts back; pass s runs
-layer s mod n.
+layer s mod n. Of the last layer's first pass only that row is read, if any: it writes the KV of all tokens, and what
+lies behind that it computes for these rows alone.
 
 With n > 1 layers, layer j reads layer j-1's output one position back. In the first pass that is a shift by one row,
 with the row before the step carried over from the step before; in pass s, layer s mod n has not seen the last min(s, n)
@@ -23,6 +24,7 @@ import torch
 from specgen.kernels.draft_inputs import DraftPrefill, prepare_draft_decode, prepare_draft_prefill
 from specgen.kernels.sample_tokens import expand_logits
 from specgen.models.cheap_drafts import CutHead
+from specgen.models.context import OutputRows
 from specgen.models.families import DraftModel
 from specgen.worker.input_batch import InputBatch
 from specgen.worker.processor_needs import ProcessorNeeds
@@ -96,6 +98,7 @@ class MTPSpeculator:
         arange = torch.arange(num_slots + 1, dtype=torch.int32, device=weight.device)
         self._starts = {width: arange * width for width in {num_speculative_tokens, *range(1, mtp.num_layers + 1)}}
         self._counts = [torch.full_like(arange, step) for step in range(num_speculative_tokens)]
+        self._no_slots = torch.full_like(arange, -1, dtype=torch.int64)
 
     def propose(
         self,
@@ -118,12 +121,10 @@ class MTPSpeculator:
             last_sampled=s.last_sampled,
             token_ids=s.token_ids,
         )
-        whole = batch
-        if not hidden.is_cuda:
-            whole, hidden, first = _without_rejected(batch, hidden, first, num_rejected)
-        last = self._first_pass(whole, hidden, first.input_ids, first.slot_mapping, first.last_indices)
         # a row in the middle of its prompt needs no drafts, and must not write any: a shared block may lie ahead of it
-        batch = batch._replace(idx_mapping=torch.where(num_sampled > 0, batch.idx_mapping, -1))
+        whole, batch = batch, batch._replace(idx_mapping=torch.where(num_sampled > 0, batch.idx_mapping, -1))
+        outputs = self._output_rows(batch, first, num_rejected, num_spec_tokens)
+        last = self._first_pass(whole, hidden, first, outputs)
         num_reqs = batch.idx_mapping.shape[0]
         drafts = batch.positions.new_full((num_reqs, self.num_speculative_tokens), -1)
         previous: torch.Tensor | None = None
@@ -134,27 +135,48 @@ class MTPSpeculator:
             drafts[:, step] = self._sample(rows, batch, first.base_positions, drafts, step)
         s.draft_tokens[batch.idx_mapping.long()] = drafts  # -1 is the row that belongs to nobody
 
+    def _output_rows(
+        self, batch: InputBatch, first: DraftPrefill, num_rejected: torch.Tensor, num_spec_tokens: int
+    ) -> OutputRows:
+        """The tokens whose output of the last layer's first pass is read: the last verified one of each row, or none.
+
+        Draft pass n begins with it; with one layer it gives the first draft, too.
+        """
+        num_layers, num_reqs = self.mtp.num_layers, batch.idx_mapping.shape[0]
+        if num_spec_tokens <= (num_layers if num_layers > 1 else 0):
+            return OutputRows(first.last_indices[:0], batch.context)
+        context = batch.context._replace(
+            idx_mapping=batch.idx_mapping,
+            positions=first.base_positions,
+            slot_mapping=self._no_slots[:num_reqs],
+            query_start_loc=self._starts[1][: num_reqs + 1],
+            seq_lens=batch.context.seq_lens - num_rejected,
+            max_query_len=1,
+        )
+        return OutputRows(first.last_indices, context)
+
     def _first_pass(
-        self,
-        batch: InputBatch,
-        hidden: torch.Tensor,
-        input_ids: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        last_indices: torch.Tensor,
+        self, batch: InputBatch, hidden: torch.Tensor, first: DraftPrefill, outputs: OutputRows
     ) -> list[torch.Tensor]:
-        """All layers over the step's tokens; their outputs `[B, H]` at each row's last verified position."""
-        context = batch.context._replace(slot_mapping=slot_mapping)
+        """All layers over the step's tokens; their outputs `[B, H]` at each row's last verified position.
+
+        Of the last layer only those of `outputs`: every other layer's are read, whole, by the layer above.
+        """
+        context = batch.context._replace(slot_mapping=first.slot_mapping)
         slots = batch.idx_mapping.long()
-        outputs: list[torch.Tensor] = []
+        last: list[torch.Tensor] = []
         for layer in range(self.mtp.num_layers):
             if layer > 0:
                 carried = self._carry[layer - 1, slots]
                 hidden = hidden.roll(1, 0)
                 hidden[batch.query_start_loc[:-1].long()] = carried
-                self._carry[layer - 1, slots] = outputs[-1]
-            hidden = self.mtp(layer, input_ids, hidden, context, self.kv_caches[layer])
-            outputs.append(hidden[last_indices])
-        return outputs
+                self._carry[layer - 1, slots] = last[-1]
+            if layer == self.mtp.num_layers - 1:
+                last.append(self.mtp(layer, first.input_ids, hidden, context, self.kv_caches[layer], outputs))
+            else:
+                hidden = self.mtp(layer, first.input_ids, hidden, context, self.kv_caches[layer])
+                last.append(hidden[first.last_indices])
+        return last
 
     def _decode_pass(
         self,
@@ -236,31 +258,3 @@ class MTPSpeculator:
                 logits = expand_logits(logits, extra_ids, kept.shape[-1])
             kept[batch.idx_mapping.long(), step] = logits
         return sampled
-
-
-def _without_rejected(
-    batch: InputBatch, hidden: torch.Tensor, first: DraftPrefill, num_rejected: torch.Tensor
-) -> tuple[InputBatch, torch.Tensor, DraftPrefill]:
-    """The first pass's inputs without the rows of rejected drafts: on a CPU a pass costs what its rows do.
-
-    What such rows give is never read, and none of it is written to the cache.
-    """
-    if not bool(num_rejected.any()):
-        return batch, hidden, first
-    starts, kept = batch.query_start_loc, batch.query_start_loc.diff() - num_rejected
-    request = torch.repeat_interleave(starts.diff())
-    rows = (torch.arange(len(request)) - starts[request] < kept[request]).nonzero().flatten()
-    new_starts = torch.zeros_like(starts)
-    new_starts[1:] = kept.cumsum(0)
-    context = batch.context._replace(
-        positions=batch.positions[rows],
-        slot_mapping=batch.context.slot_mapping[rows],
-        query_start_loc=new_starts,
-        seq_lens=batch.context.seq_lens - num_rejected,
-    )
-    first = first._replace(
-        input_ids=first.input_ids[rows],
-        slot_mapping=first.slot_mapping[rows],
-        last_indices=(new_starts[1:] - 1).clamp(min=0).long(),
-    )
-    return batch._replace(query_start_loc=new_starts, context=context), hidden.index_select(0, rows), first

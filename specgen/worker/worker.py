@@ -24,7 +24,7 @@ from specgen.models.weights import OnProgress
 from specgen.sampling_params import SamplingParams
 from specgen.worker.cpu_threads import CpuThreads
 from specgen.worker.input_batch import build_batch
-from specgen.worker.memory import MemoryBudget, plan_memory
+from specgen.worker.memory import LargestSteps, MemoryBudget, plan_memory
 from specgen.worker.model_runner import ModelRunner, SampledStep
 from specgen.worker.processor_needs import processor_needs
 from specgen.worker.sampler import Noise, Sampler
@@ -232,7 +232,7 @@ class Worker:
         self.kv_caches = self._new_kv_caches(self.budget.num_blocks)
         self.runner = self._new_runner(self.kv_caches)
         if self._uses_graphs:
-            self.runner.use_graphs(c.max_num_seqs, c.max_num_batched_tokens)
+            self.runner.use_graphs(c.max_num_seqs, c.max_num_batched_tokens, self.budget.graphs)
         self._threads = self._tuned_threads()
         self._started: float | None = None  # of a decode step, if it is timed for the threads
 
@@ -322,7 +322,7 @@ class Worker:
         max_blocks = -(-c.max_model_len // c.block_size)
         return plan_memory(
             c.device,
-            self._run_largest_step,
+            self._largest_steps(),
             self.block_bytes,
             c.memory_fraction,
             c.max_num_seqs * max_blocks + 1,
@@ -335,8 +335,8 @@ class Worker:
         """Whether decode steps are captured; a scripted drafter may look at values, and cannot be."""
         return self.config.cuda_graphs and self.config.device.type == "cuda" and self._drafter_factory is None
 
-    def _run_largest_step(self) -> None:
-        """A step of the most tokens and logits rows, over a throw-away pool, with every processor on."""
+    def _largest_steps(self) -> LargestSteps:
+        """Steps of the most tokens and logits rows, over a throw-away pool, with every processor on."""
         c = self.config
         num_rows = min(c.max_num_seqs, c.max_num_batched_tokens)
         lengths = [c.max_num_batched_tokens // num_rows] * num_rows
@@ -354,8 +354,11 @@ class Worker:
             # computed "up to the limit": the work space for the longest context is part of the peak
             step.rows.append(ScheduledRow(slot, slot, length, num_drafts, True, blocks, 0, 0, c.max_model_len))
         runner = self._new_runner(self._new_kv_caches(num_blocks))
-        runner.execute_model(step)
-        runner.sample_tokens().get()
+        return LargestSteps(
+            forward=lambda: runner.execute_model(step),
+            rest=lambda: runner.sample_tokens().get(),
+            decode=lambda: runner.run_largest_decode_step(np.arange(num_rows), c.max_num_seqs),
+        )
 
     def _tuned_threads(self) -> CpuThreads | None:
         """Threads that follow the machine's load, if that is wanted, possible, and changes no bit of the model."""

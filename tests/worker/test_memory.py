@@ -11,11 +11,18 @@ from harness import Harness
 
 from specgen.errors import SpecgenError
 from specgen.worker import memory
-from specgen.worker.memory import MemoryBudget, plan_memory
+from specgen.worker.memory import LargestSteps, MemoryBudget, plan_memory
 from specgen.worker.worker import Worker
 
 CPU = torch.device("cpu")
 MIB = 2**20
+
+
+def nothing() -> None:
+    pass
+
+
+NO_STEPS = LargestSteps(nothing, nothing, nothing)
 
 
 def assert_adds_up(budget: MemoryBudget) -> None:
@@ -32,19 +39,22 @@ def plan(
     fraction: float = 0.5,
     useful: int = 10**9,
     num_blocks: int | None = None,
-    use_graphs: bool = False,
+    graphs: int | None = None,
 ) -> MemoryBudget:
-    """A plan over blocks of 1 MiB of a machine with (total, used, step peak) in MiB."""
-    monkeypatch.setattr(memory, "_measure_cpu", lambda run: tuple(MIB * part for part in measured))
-    return plan_memory(CPU, lambda: None, MIB, fraction, useful, num_blocks, use_graphs)
+    """A plan over blocks of 1 MiB of a machine with (total, used, step peak) in MiB, and captured steps if it has."""
+    parts = tuple(MIB * part for part in (*measured, graphs or 0))
+    monkeypatch.setattr(memory, "_measure_cpu", lambda steps: parts[:3])
+    monkeypatch.setattr(memory, "_measure_cuda", lambda device, steps, use_graphs: parts)
+    device = CPU if graphs is None else torch.device("cuda")
+    return plan_memory(device, NO_STEPS, MIB, fraction, useful, num_blocks, graphs is not None)
 
 
 def test_the_pool_gets_what_the_rest_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     budget = plan(monkeypatch, (1000, 100, 50))
     assert (budget.num_blocks, budget.left) == (350, 0)
     assert_adds_up(budget)
-    budget = plan(monkeypatch, (1000, 100, 50), use_graphs=True)
-    assert (budget.num_blocks, budget.graphs) == (300, 50 * MIB)
+    budget = plan(monkeypatch, (1000, 100, 50), graphs=70)
+    assert (budget.num_blocks, budget.graphs) == (280, 70 * MIB)
     assert_adds_up(budget)
 
 
@@ -84,7 +94,7 @@ def test_the_peak_of_a_step_is_measured() -> None:
     def step() -> None:
         torch.ones(48 * MIB, dtype=torch.uint8)
 
-    budget = plan_memory(CPU, step, MIB, 0.9, 10, None, False)
+    budget = plan_memory(CPU, LargestSteps(nothing, step, nothing), MIB, 0.9, 10, None, False)
     assert budget.step_peak > 40 * MIB
     assert budget.used > 50 * MIB and budget.total > budget.used
     assert_adds_up(budget)
@@ -100,7 +110,7 @@ def test_memory_kept_by_malloc_does_not_hide_a_step() -> None:
     def step() -> None:
         torch.ones(8 * MIB, dtype=torch.uint8)
 
-    assert plan_memory(CPU, step, MIB, 0.9, 10, None, False).step_peak > 6 * MIB
+    assert plan_memory(CPU, LargestSteps(nothing, step, nothing), MIB, 0.9, 10, None, False).step_peak > 6 * MIB
     del last
 
 

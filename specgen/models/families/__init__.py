@@ -14,7 +14,7 @@ import torch
 from specgen import checks
 from specgen.errors import ModelError
 from specgen.models.config import ModelConfig
-from specgen.models.context import AttentionContext
+from specgen.models.context import AttentionContext, OutputRows
 from specgen.models.weights import Plan
 
 # model_type of config.json -> the module of its family.
@@ -85,8 +85,12 @@ class DraftModel(Protocol):
         previous: torch.Tensor,
         context: AttentionContext,
         kv_cache: torch.Tensor,
+        outputs: OutputRows | None = None,
     ) -> torch.Tensor:
-        """Layer `layer` over `input_ids [T] int64` (the tokens after the positions) -> hidden `[T, H]`."""
+        """Layer `layer` over `input_ids [T] int64` (the tokens after the positions) -> hidden `[T, H]`.
+
+        `[N, H]` of `outputs`, where it is given; the KV is written for all tokens.
+        """
         ...
 
     def compute_logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
