@@ -67,7 +67,7 @@ def gqa_hopper_kernel(
     NO_MAX: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """As `_gqa_kernel`; BY_SPLIT, a program takes some splits one after the other and keeps the partials of each.
+    """As `gqa_kernel`; BY_SPLIT, a program takes some splits one after the other and keeps the partials of each.
 
     cache: descriptor of the cache in blocks of STEP_KEYS rows, a head's columns apart.
     """

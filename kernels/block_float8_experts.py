@@ -10,9 +10,10 @@ from typing import NamedTuple
 import torch
 
 from specgen.kernels._checks import check, check_same_device
+from specgen.kernels._expert_tiles import place_pairs
 from specgen.kernels._triton import pdl, tl, triton, wait_for_inputs
 from specgen.kernels.block_float8_linear import BLOCK, FLOAT8, by_bits, dequantize_blocks, tile_height, widen
-from specgen.kernels.moe_experts import ExpertRows, moe_experts_torch, place_kernel, place_options
+from specgen.kernels.moe_experts import ExpertRows, moe_experts_torch
 
 # Tiles by height: columns, warps, stages. A row's bits are the same in each.
 _TILES = {16: (64, 4, 5), 64: (64, 4, 4), 128: (64, 8, 3)}
@@ -75,20 +76,13 @@ def block_float8_experts_triton(
         return ExpertRows(out, None)
     height = tile_height(_TILES, triton.cdiv(num_pairs, num_experts))  # near the mean of an expert's pairs
     columns, warps, stages = _TILES[height]
-    # Every expert in use adds at most one tile that isn't full.
-    max_tiles = min(num_pairs, num_pairs // height + min(num_experts, num_pairs))
-    tile_expert = torch.empty(max_tiles, dtype=torch.int32, device=x.device)
-    tile_pairs = torch.empty(max_tiles * height, dtype=torch.int32, device=x.device)
-    place_kernel[(num_experts + 1,)](
-        ids, tile_expert, tile_pairs, num_pairs, 0, num_experts, max_tiles, ROWS=height,
-        EXPERTS=triton.next_power_of_2(num_experts), **place_options(num_pairs), **pdl(),
-    )  # fmt: skip
+    tile_expert, tile_pairs = place_pairs(ids, num_experts, 0, num_experts, num_pairs, height)
     activated = torch.empty(num_pairs, inner, dtype=x.dtype, device=x.device)
     for source, weights, scale, target, num_columns, width, pairs_a_row in (
         (x, w13, scales.w13, activated, inner, hidden, top_k),
         (activated, w2, scales.w2, out, hidden, inner, 1),
     ):
-        _block_float8_grouped_kernel[(triton.cdiv(num_columns, columns), max_tiles)](
+        _block_float8_grouped_kernel[(triton.cdiv(num_columns, columns), len(tile_expert))](
             source, weights, scale, target, tile_expert, tile_pairs, num_pairs, num_columns, width, pairs_a_row,
             GATED=weights is w13, ROWS=height, COLUMNS=columns, BLOCK=BLOCK, BY_BITS=by_bits(x), num_warps=warps,
             num_stages=stages, enable_fp_fusion=False, **pdl(),

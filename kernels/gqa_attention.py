@@ -18,22 +18,11 @@ import torch
 
 from specgen.kernels._checks import check, check_same_device
 from specgen.kernels._gqa_hopper import gqa_hopper_kernel
+from specgen.kernels._gqa_splits import gqa_join_kernel, gqa_kernel
 from specgen.kernels._kv_cache import check_kv_cache
-from specgen.kernels._mla_common import SUM_COLUMNS
 from specgen.kernels._mla_plan import KEYS, Slab, plan_slabs
 from specgen.kernels._tile_attention import attend, pad_heads, tile_queries
-from specgen.kernels._tiles import find_tile
-from specgen.kernels._triton import (
-    can_use_tma,
-    hopper_descriptor,
-    is_hopper,
-    launched,
-    not_compiled,
-    pdl,
-    tl,
-    triton,
-    wait_for_inputs,
-)
+from specgen.kernels._triton import can_use_tma, hopper_descriptor, is_hopper, launched, not_compiled, pdl, triton
 from specgen.kernels.float8_linear import FLOAT8
 
 # On CUDA: rows of a tile (queries x heads of a group), keys a step, keys of a split; these two show in the bits.
@@ -212,18 +201,12 @@ def gqa_attention_triton(
 
     blocks = _hopper_blocks(q, kv_cache)
     rows = _TILE_ROWS if blocks is None else _HOPPER_ROWS
-    tiles = _tiles_of(rows, num_tokens, num_requests, num_kv_heads, group)
-    used_rows = tiles.heads * min(tiles.queries, max(max_query_len, 1))
-    # Programs that share a tile's splits. The form for Hopper fills the device with one wave of them.
-    sharing = splits if blocks is None and tiles.programs < _MANY_PROGRAMS else _MANY_PROGRAMS // tiles.programs
-    splits_a_program = triton.cdiv(splits, max(1, min(sharing, splits)))
-    scratch = tiles.programs * splits * used_rows * (dim + 4) * 4
-    by_split = splits_a_program < splits and scratch <= _SCRATCH_BYTES
-    if not by_split:
-        splits_a_program = splits
-    partials = torch.empty(scratch // 4, dtype=torch.float32, device=q.device) if by_split else out
+    tiles = _tiles_of(rows, num_tokens, num_requests, num_kv_heads, group, max_query_len)
+    splits_a_program, num_partials = _share_splits(splits, tiles, dim + 4, on_hopper=blocks is not None)
+    by_split = num_partials > 0
+    partials = torch.empty(num_partials, dtype=torch.float32, device=q.device) if by_split else out
     grid = (tiles.num_tiles, num_kv_heads * tiles.parts)
-    kept = (partials, *sizes, splits, used_rows)
+    kept = (partials, *sizes, splits, tiles.used_rows)
     if blocks is not None:
         if not launched(
             _FORM,
@@ -237,39 +220,60 @@ def gqa_attention_triton(
                 q, kv_cache, *step[:1], *step[2:], num_kv_heads, scale, max_query_len, max_seq_len, key_start
             )
     else:
-        _gqa_kernel[(*grid, splits if by_split else 1)](
+        gqa_kernel[(*grid, splits if by_split else 1)](
             q, kv_cache, *step, out, *kept, scale_log2, ROWS=rows, HEAD_DIM=head_dim, BLOCK_SIZE=kv_cache.shape[1],
             BY_SPLIT=by_split, num_warps=4, num_stages=_STAGES_OVER_FLOAT8 if kv_cache.dtype == FLOAT8 else _STAGES,
             **tiles.constants(), **paged, **shared,
         )  # fmt: skip
     if by_split:
-        _gqa_join_kernel[(*grid, used_rows)](
+        gqa_join_kernel[(*grid, tiles.used_rows)](
             *step[2:], out, *kept, scale_log2, HEAD_DIM=head_dim, num_warps=1, **tiles.constants(), **shared
         )
     return out
 
 
 class _Tiles(NamedTuple):
-    """How a step's rows are cut into tiles: heads of a group and queries a tile, parts of a group, their numbers."""
+    """How a step's rows are cut into tiles: heads of a group and queries a tile, parts of a group, their numbers.
+
+    used_rows: of a tile, those that a query of this step may be in.
+    """
 
     heads: int
     queries: int
     parts: int
     num_tiles: int
     programs: int
+    used_rows: int
 
     def constants(self) -> dict[str, int]:
         """Return what the kernels need to know of it."""
         return {"HEADS": self.heads, "PARTS": self.parts, "QUERIES": self.queries}
 
 
-def _tiles_of(rows: int, num_tokens: int, num_requests: int, num_kv_heads: int, group: int) -> _Tiles:
+def _tiles_of(
+    rows: int, num_tokens: int, num_requests: int, num_kv_heads: int, group: int, max_query_len: int
+) -> _Tiles:
     heads = min(group, rows)
     queries = rows // heads
     parts = triton.cdiv(group, heads)
     # Request b's tiles start at number query_start_loc[b] // queries + b: room enough for each, found without the host.
     num_tiles = num_tokens // queries + num_requests
-    return _Tiles(heads, queries, parts, num_tiles, num_tiles * num_kv_heads * parts)
+    used_rows = heads * min(queries, max(max_query_len, 1))
+    return _Tiles(heads, queries, parts, num_tiles, num_tiles * num_kv_heads * parts, used_rows)
+
+
+def _share_splits(splits: int, tiles: _Tiles, width: int, on_hopper: bool) -> tuple[int, int]:
+    """Return (splits a program takes, numbers of their partial results): all of them and 0 if they are not shared.
+
+    width: numbers of a row's partial result.
+    """
+    # Programs that share a tile's splits. The form for Hopper fills the device with one wave of them.
+    sharing = splits if not on_hopper and tiles.programs < _MANY_PROGRAMS else _MANY_PROGRAMS // tiles.programs
+    splits_a_program = triton.cdiv(splits, max(1, min(sharing, splits)))
+    num_partials = tiles.programs * splits * tiles.used_rows * width
+    if splits_a_program == splits or 4 * num_partials > _SCRATCH_BYTES:
+        return splits, 0
+    return splits_a_program, num_partials
 
 
 def _hopper_blocks(q: torch.Tensor, kv_cache: torch.Tensor) -> Any:
@@ -279,226 +283,3 @@ def _hopper_blocks(q: torch.Tensor, kv_cache: torch.Tensor) -> Any:
     if not (fits and q.is_cuda and can_use_tma(kv_cache) and is_hopper()) or _FORM in not_compiled:
         return None
     return hopper_descriptor(kv_cache.view(-1, width), [block_size, q.shape[2]])
-
-
-@triton.jit
-def _gqa_step(
-    start,
-    end,
-    q,
-    row_max,
-    row_sum,
-    acc,
-    positions,
-    keys_ptr,
-    values_offset,
-    token_stride,
-    table_ptr,
-    scale_log2,
-    BLOCK_SIZE: tl.constexpr,
-    STEP_KEYS: tl.constexpr,
-    KEY_START: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Take in the keys start..start + STEP_KEYS. MASKED: some row may not see all of them, none sees one from `end` on.
-
-    The maximum stays in raw units: exp2((score - max) * scale) is the same in the masked and the plain form.
-    """
-    key = start + tl.arange(0, STEP_KEYS)
-    column = tl.arange(0, DIM)
-    mask = (column < HEAD_DIM)[None, :]
-    if MASKED:
-        in_range = (key < end) & (key >= KEY_START)
-        block = tl.load(table_ptr + key // BLOCK_SIZE, mask=in_range, other=0).to(tl.int64)
-        mask = mask & in_range[:, None]
-    else:
-        block = tl.load(table_ptr + key // BLOCK_SIZE).to(tl.int64)
-    rows = keys_ptr + (block * BLOCK_SIZE + key % BLOCK_SIZE) * token_stride
-    keys = tl.load(rows[:, None] + column[None, :], mask=mask, other=0.0).to(q.dtype)
-    scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
-    values = tl.load(rows[:, None] + values_offset + column[None, :], mask=mask, other=0.0).to(q.dtype)
-    if MASKED:
-        visible = in_range[None, :] & (key[None, :] <= positions[:, None])
-        scores = tl.where(visible, scores, float("-inf"))
-        # A later query's value may be unwritten (a rejected draft's), and 0 * NaN would reach the queries before it.
-        is_finite = tl.abs(values.to(tl.float32)) < float("inf")
-        values = tl.where(is_finite, values, 0.0).to(keys.dtype)
-    new_max = tl.maximum(row_max, tl.max(scores, axis=1))
-    decay = tl.exp2((row_max - new_max) * scale_log2)
-    weights = tl.exp2((scores - new_max[:, None]) * scale_log2).to(values.dtype)
-    # By a product: its order is the same in every form, that of a reduction is the compiler's.
-    ones = tl.full([STEP_KEYS, SUM_COLUMNS], 1.0, dtype=values.dtype)
-    row_sum = tl.dot(weights, ones, row_sum * decay[:, None], input_precision="ieee")
-    acc = tl.dot(weights, values, acc * decay[:, None], input_precision="ieee")
-    return new_max, row_sum, acc
-
-
-@triton.jit
-def _join(total_max, total, result, part_max, part_sum, part, scale_log2):
-    """Return the running (max, sum, acc) with one more split's taken in."""
-    new_max = tl.maximum(total_max, part_max)
-    decay = tl.exp2((total_max - new_max) * scale_log2)
-    weight = tl.exp2((part_max - new_max) * scale_log2)
-    return new_max, total * decay + part_sum * weight, result * decay[:, None] + part * weight[:, None]
-
-
-@triton.jit(do_not_specialize=["num_requests", "splits", "used_rows"])
-def _gqa_kernel(
-    q_ptr,
-    cache_ptr,
-    block_tables_ptr,
-    block_tables_stride,
-    idx_mapping_ptr,
-    query_start_loc_ptr,
-    seq_lens_ptr,
-    out_ptr,
-    partial_ptr,
-    num_requests,
-    num_heads,
-    splits,
-    used_rows,
-    scale_log2,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEADS: tl.constexpr,
-    PARTS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    STEP_KEYS: tl.constexpr,
-    SPLIT_KEYS: tl.constexpr,
-    BY_SPLIT: tl.constexpr,
-    REQUESTS: tl.constexpr,
-    KEY_START: tl.constexpr,
-    NO_MAX: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One tile's rows against all keys, or BY_SPLIT against one split's: then its partial (acc, max, sum) is kept.
-
-    Partials have room for a tile's first used_rows rows and `splits` splits.
-    """
-    wait_for_inputs(PDL)
-    slot, q_row, count, position = find_tile(
-        tl.program_id(0), idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES, REQUESTS
-    )
-    num_keys = tl.where(slot >= 0, position + count, 0)
-    first_split = tl.program_id(2)
-    if (count > 0) & ((first_split * SPLIT_KEYS < num_keys) | (not BY_SPLIT)):
-        row = tl.arange(0, ROWS)
-        kv_head = tl.program_id(1) // PARTS
-        in_group = (tl.program_id(1) % PARTS) * HEADS + row % HEADS
-        query = row // HEADS
-        real = (in_group < GROUP) & (query < count)
-        column = tl.arange(0, DIM)
-        result_row = (q_row + query) * num_heads + kv_head * GROUP + in_group
-        mask = real[:, None] & (column < HEAD_DIM)[None, :]
-        q = tl.load(q_ptr + result_row[:, None] * HEAD_DIM + column[None, :], mask=mask, other=0.0)
-        positions = position + query
-        table_ptr = block_tables_ptr + tl.maximum(slot, 0) * block_tables_stride
-        keys_ptr = cache_ptr + kv_head * HEAD_DIM
-        token_stride = 2 * KV_HEADS * HEAD_DIM
-        values_offset = KV_HEADS * HEAD_DIM
-
-        total_max = tl.full([ROWS], NO_MAX, dtype=tl.float32)
-        total = tl.zeros([ROWS], dtype=tl.float32)
-        result = tl.zeros([ROWS, DIM], dtype=tl.float32)
-        last_split = first_split + 1
-        if not BY_SPLIT:
-            last_split = (num_keys + SPLIT_KEYS - 1) // SPLIT_KEYS
-        for split in range(first_split, last_split):
-            low = split * SPLIT_KEYS
-            end = tl.minimum(low + SPLIT_KEYS, num_keys)
-            row_max = tl.full([ROWS], NO_MAX, dtype=tl.float32)
-            row_sum = tl.zeros([ROWS, SUM_COLUMNS], dtype=tl.float32)
-            acc = tl.zeros([ROWS, DIM], dtype=tl.float32)
-            # [low, lead): keys before KEY_START among them; [lead, full): every row sees all; [full, end): causal edge.
-            lead = low
-            if KEY_START > 0:
-                lead = tl.minimum(tl.maximum((KEY_START + STEP_KEYS - 1) // STEP_KEYS * STEP_KEYS, low), end)
-                for start in range(low, lead, STEP_KEYS):
-                    row_max, row_sum, acc = _gqa_step(
-                        start, end, q, row_max, row_sum, acc, positions, keys_ptr, values_offset, token_stride,
-                        table_ptr, scale_log2, BLOCK_SIZE, STEP_KEYS, KEY_START, HEAD_DIM, DIM, True,
-                    )  # fmt: skip
-            full = tl.maximum(tl.minimum((position + 1) // STEP_KEYS, end // STEP_KEYS) * STEP_KEYS, lead)
-            for start in range(lead, full, STEP_KEYS):
-                row_max, row_sum, acc = _gqa_step(
-                    start, end, q, row_max, row_sum, acc, positions, keys_ptr, values_offset, token_stride,
-                    table_ptr, scale_log2, BLOCK_SIZE, STEP_KEYS, KEY_START, HEAD_DIM, DIM, False,
-                )  # fmt: skip
-            for start in range(full, end, STEP_KEYS):
-                row_max, row_sum, acc = _gqa_step(
-                    start, end, q, row_max, row_sum, acc, positions, keys_ptr, values_offset, token_stride,
-                    table_ptr, scale_log2, BLOCK_SIZE, STEP_KEYS, KEY_START, HEAD_DIM, DIM, True,
-                )  # fmt: skip
-            split_sum = tl.max(row_sum, axis=1)  # its columns are equal
-            if BY_SPLIT:
-                total_max, total, result = row_max, split_sum, acc
-            else:
-                total_max, total, result = _join(total_max, total, result, row_max, split_sum, acc, scale_log2)
-
-        if BY_SPLIT:
-            place = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * splits
-            partial = partial_ptr + ((place + first_split) * used_rows + row) * (DIM + 4)
-            tl.store(partial[:, None] + column[None, :], result, mask=real[:, None])
-            tl.store(partial + DIM, total_max, mask=real)
-            tl.store(partial + DIM + 1, total, mask=real)
-        else:
-            result = result / tl.where(total > 0, total, 1.0)[:, None]
-            target = out_ptr + result_row[:, None] * HEAD_DIM + column[None, :]
-            tl.store(target, result.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["num_requests", "splits", "used_rows"])
-def _gqa_join_kernel(
-    idx_mapping_ptr,
-    query_start_loc_ptr,
-    seq_lens_ptr,
-    out_ptr,
-    partial_ptr,
-    num_requests,
-    num_heads,
-    splits,
-    used_rows,
-    scale_log2,
-    GROUP: tl.constexpr,
-    HEADS: tl.constexpr,
-    PARTS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    SPLIT_KEYS: tl.constexpr,
-    REQUESTS: tl.constexpr,
-    NO_MAX: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Join one row's partial results, first split first."""
-    wait_for_inputs(PDL)
-    row = tl.program_id(2)
-    in_group = (tl.program_id(1) % PARTS) * HEADS + row % HEADS
-    query = row // HEADS
-    slot, q_row, count, position = find_tile(
-        tl.program_id(0), idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES, REQUESTS
-    )
-    if (query < count) & (in_group < GROUP):
-        column = tl.arange(0, DIM)
-        first_place = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * splits
-        total_max = tl.full([1], NO_MAX, dtype=tl.float32)
-        total = tl.zeros([1], dtype=tl.float32)
-        result = tl.zeros([1, DIM], dtype=tl.float32)
-        # The tile's last row may see one split more; it gives this row nothing.
-        num_keys = tl.where(slot >= 0, position + count, 0)
-        for split in tl.range(0, (num_keys + SPLIT_KEYS - 1) // SPLIT_KEYS, num_stages=4):
-            partial = partial_ptr + ((first_place + split) * used_rows + row) * (DIM + 4)
-            part = tl.load(partial + column)[None, :]
-            part_max = tl.load(partial + DIM + tl.zeros([1], dtype=tl.int32))
-            part_sum = tl.load(partial + DIM + 1 + tl.zeros([1], dtype=tl.int32))
-            total_max, total, result = _join(total_max, total, result, part_max, part_sum, part, scale_log2)
-        result = result / tl.where(total > 0, total, 1.0)[:, None]
-        head = (tl.program_id(1) // PARTS) * GROUP + in_group
-        target = out_ptr + ((q_row + query) * num_heads + head) * HEAD_DIM
-        tl.store(target + column[None, :], result.to(out_ptr.dtype.element_ty), mask=(column < HEAD_DIM)[None, :])

@@ -215,7 +215,7 @@ def test_kinds() -> None:
     assert kind_of(at("target", attention), "gemm_bf16") == ("target", "attention products")
     assert kind_of(at("target", attention), "_mla_inputs_kernel") == ("target", "other")
     assert kind_of(at("target", attention), "mla_join_kernel") == ("target", "attention")
-    assert kind_of(at("target", ("self_attn", "GQAAttention")), "_gqa_kernel") == ("target", "attention")
+    assert kind_of(at("target", ("self_attn", "GQAAttention")), "gqa_kernel") == ("target", "attention")
     assert kind_of(at("draft", moe), "_grouped_kernel") == ("draft", "experts")
     assert kind_of(at("draft", moe, ("shared", "MLP"), ("down_proj", "Linear")), "x") == ("draft", "experts")
     assert kind_of(at("target", ("mlp", "MLP"), ("down_proj", "Linear")), "x") == ("target", "mlp")

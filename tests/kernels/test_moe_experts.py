@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from specgen.kernels import moe_experts as module
+from specgen.kernels import _expert_tiles, _grouped_experts
 from specgen.kernels.float8_linear import Float8Weight, dequantize_rows, quantize_rows
 from specgen.kernels.moe_experts import (
     ExpertRows,
@@ -140,14 +140,14 @@ def test_kernel_rows_alone(kernel_device: str) -> None:
 
 @pytest.mark.parametrize("by_tma", [False, True])
 def test_kernel_with_and_without_tma(kernel_device: str, monkeypatch: pytest.MonkeyPatch, by_tma: bool) -> None:
-    monkeypatch.setattr(module, "_TILES", {16: (16, 16, by_tma, 4, 2)})
+    monkeypatch.setattr(_grouped_experts, "_TILES", {16: (16, 16, by_tma, 4, 2)})
     case = _case(37, 40, 24, 6, 2, favourite=0.4, num_shared=1)  # columns and inner sizes that no block divides
     got = _by_choice(moe_experts_triton(*(tensor.to(kernel_device) for tensor in case), 1), case[1]).cpu()
     torch.testing.assert_close(got, _naive(*case), rtol=1e-4, atol=1e-5)
 
 
 def test_placing_scans_in_pieces(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_SCAN", 16)
+    monkeypatch.setattr(_expert_tiles, "_SCAN", 16)
     case = _case(61, 16, 16, 6, 3, favourite=0.4, num_shared=1)
     got = _by_choice(moe_experts_triton(*(tensor.to(kernel_device) for tensor in case), 1), case[1]).cpu()
     torch.testing.assert_close(got, _naive(*case), rtol=1e-4, atol=1e-5)
