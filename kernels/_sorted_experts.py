@@ -90,7 +90,7 @@ def sort_pairs(ids: torch.Tensor, num_experts: int, num_shared: int = 0, height:
 
 def sorted_products(x: torch.Tensor, pairs: SortedPairs, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
     """Return w2[e] @ silu_mul(w13[e] @ x) of every sorted row: [P, H] in x's dtype. Weights as in `moe_experts`."""
-    rows = x.index_select(0, pairs.tokens)
+    rows = x.index_select(0, pairs.tokens)  # a kernel that starts when sorting has ended: the products count on it
     activated = torch.empty(len(rows), w2.shape[2], dtype=x.dtype, device=x.device)
     # The second product's rows take the place of the gathered ones, which nobody reads any more.
     gated, down = _TILES[pairs.height]

@@ -69,13 +69,13 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def _are_few_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether `_few_rows` is for this product: one wave of programs on Hopper."""
     is_small = 0 < len(x) <= _FEW_DENSE_ROWS and len(weight) <= _DENSE_TILE[0] * _DENSE_PROGRAMS
-    return is_small and x.dtype.itemsize == 2 and is_hopper() and can_use_tma(x, weight)
+    return is_small and x.dtype == torch.bfloat16 and is_hopper() and can_use_tma(x, weight)
 
 
 def _few_rows(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
     """Return the product of few rows in `dtype`, with the bits of any other form; None if it can't be compiled.
 
-    See `_few_rows_hopper`.
+    See `_few_rows_hopper`. The weight is read before the kernel before has ended, which must not have written it.
     """
     (num_rows, inner), (columns, step, stages) = x.shape, _DENSE_TILE
     out = torch.empty(num_rows, len(weight), dtype=dtype, device=x.device)

@@ -75,8 +75,19 @@ class GraphMemory:
         """`num_bytes` are taken at once, in one piece, so that what is captured first leaves no holes."""
         self.pool = torch.cuda.MemPool()
         self.stream = torch.cuda.Stream()
+        self._graphs: list[torch.cuda.CUDAGraph] = []
         with torch.cuda.stream(self.stream), torch.cuda.use_mem_pool(self.pool):
             torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+
+    def new_graph(self) -> torch.cuda.CUDAGraph:
+        """A graph to capture in this memory."""
+        self._graphs.append(torch.cuda.CUDAGraph())
+        return self._graphs[-1]
+
+    def __del__(self) -> None:
+        """No graph outlives its memory, in whatever order a cycle is collected."""
+        for graph in self._graphs:
+            graph.reset()
 
 
 def capture(run: Callable[[], Result], memory: GraphMemory) -> tuple[torch.cuda.CUDAGraph, Result]:
@@ -85,7 +96,7 @@ def capture(run: Callable[[], Result], memory: GraphMemory) -> tuple[torch.cuda.
     with torch.cuda.stream(memory.stream), torch.cuda.use_mem_pool(memory.pool):
         run()
     torch.cuda.current_stream().wait_stream(memory.stream)
-    graph = torch.cuda.CUDAGraph()
+    graph = memory.new_graph()
     pool: Any = memory.pool.id
     with torch.cuda.graph(graph, pool=pool, stream=memory.stream, capture_error_mode="thread_local"):
         result = run()

@@ -62,12 +62,13 @@ class LargestSteps:
     """What takes the most memory.
 
     `forward` and then `rest` are one step of the most tokens and logits rows: the target, and all that follows it;
-    `decode` is a step of the most rows that only decode.
+    `decode` is a step of the most rows that only decode. `pool_bytes`: their KV, there as long as they are.
     """
 
     forward: Callable[[], None]
     rest: Callable[[], object]
     decode: Callable[[], None]
+    pool_bytes: int = 0
 
 
 def _status_bytes(key: str, path: str = "/proc/self/status") -> int:
@@ -134,10 +135,11 @@ def _measure_cuda(device: torch.device, steps: LargestSteps, use_graphs: bool) -
         peaks.append(torch.cuda.max_memory_allocated(device) - before)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
+    used = total - free - steps.pool_bytes
     forward, rest, decode = peaks
     if use_graphs:
-        return total, total - free, rest, max(forward, decode)
-    return total, total - free, max(peaks), 0
+        return total, used, rest, max(forward, decode)
+    return total, used, max(peaks), 0
 
 
 def plan_memory(
@@ -166,16 +168,16 @@ def plan_memory(
     limit = int(total * memory_fraction)
     if num_blocks is None:
         num_blocks = min(max_useful_blocks, (limit - used - peak - graphs) // block_bytes)
-    elif num_blocks * block_bytes > total - used - peak:
+    elif num_blocks * block_bytes > total - used - peak - graphs:
         raise RecipeError(
             f"engine.num_blocks is {num_blocks}: that is {num_blocks * block_bytes / 2**30:.2f} GiB of KV, and "
-            f"{max(0, total - used - peak) / 2**30:.2f} GiB are free",
+            f"{max(0, total - used - peak - graphs) / 2**30:.2f} GiB are free",
             hint="leave it out, and what fits is measured",
         )
     if num_blocks < 2:
         raise RecipeError(
             f"no memory is left for KV: of {limit / 2**30:.2f} GiB allowed, {used / 2**30:.2f} are in use and a step "
-            f"takes {peak / 2**30:.2f}",
+            f"takes {(peak + graphs) / 2**30:.2f}",
             hint="raise engine.memory_fraction, or lower engine.max_num_batched_tokens or engine.max_num_seqs",
         )
     return MemoryBudget(total, limit, used, peak, graphs, block_bytes, num_blocks)

@@ -31,7 +31,7 @@ from specgen.worker.speculator import Drafter
 from specgen.worker.states import RequestStates, to_device
 from specgen.worker.timing import StepTimer
 
-_MOST_LOGITS = 512  # rows of them that are in memory at once
+_MOST_LOGITS = 512  # rows of logits and their copies in memory at once, as a rule
 
 
 class ForwardStep(NamedTuple):

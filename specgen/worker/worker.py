@@ -353,11 +353,13 @@ class Worker:
             blocks = list(range(1, num_blocks))
             # computed "up to the limit": the work space for the longest context is part of the peak
             step.rows.append(ScheduledRow(slot, slot, length, num_drafts, True, blocks, 0, 0, c.max_model_len))
-        runner = self._new_runner(self._new_kv_caches(num_blocks))
+        kv_caches = self._new_kv_caches(num_blocks)
+        runner = self._new_runner(kv_caches)
         return LargestSteps(
             forward=lambda: runner.execute_model(step),
             rest=lambda: runner.sample_tokens().get(),
             decode=lambda: runner.run_largest_decode_step(np.arange(num_rows), c.max_num_seqs),
+            pool_bytes=kv_caches.nbytes,
         )
 
     def _tuned_threads(self) -> CpuThreads | None:

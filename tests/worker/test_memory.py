@@ -90,6 +90,17 @@ def test_more_blocks_than_the_machine_holds_are_refused(monkeypatch: pytest.Monk
         plan(monkeypatch, (1000, 100, 50), num_blocks=851)
 
 
+def test_blocks_by_word_leave_room_for_captured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert plan(monkeypatch, (1000, 600, 50), num_blocks=150, graphs=200).num_blocks == 150
+    with pytest.raises(SpecgenError, match=r"0\.15 GiB of KV, and 0\.15 GiB are free"):
+        plan(monkeypatch, (1000, 600, 50), num_blocks=151, graphs=200)
+
+
+def test_too_little_memory_counts_captured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SpecgenError, match=r"of 0\.88 GiB allowed, 0\.59 are in use and a step takes 0\.34"):
+        plan(monkeypatch, (1000, 600, 50), fraction=0.9, graphs=300)
+
+
 def test_the_peak_of_a_step_is_measured() -> None:
     def step() -> None:
         torch.ones(48 * MIB, dtype=torch.uint8)
