@@ -63,23 +63,13 @@ class MLAAttention(nn.Module):
 
         `kv_cache [blocks, block_size, latent]`.
         """
-        qkv = self.qkv_a_proj(hidden)
+        q = self._queries(hidden, context, kv_cache, cos_sin, outputs)
         if outputs is not None:
-            no_heads = qkv.new_empty(len(qkv), 0, self.rank + self.rope)
-            self._prepare(qkv[:, self.q_size :], no_heads[..., self.rank :], context, kv_cache, cos_sin, no_heads)
+            context = outputs.context
             if not len(outputs.rows):
                 return hidden[:0]
-            qkv, context = outputs.of(qkv), outputs.context
-        num_tokens = qkv.shape[0]
-        q, latent = qkv.split([self.q_size, self.rank + self.rope], dim=-1)
-        if self.has_q_lora:
-            q = self.q_b_proj(self.q_a_layernorm(q))
-        q_nope, q_pe = q.unflatten(1, (self.num_heads, -1)).split([self.nope, self.rope], dim=-1)
-        q_latent = hidden.new_empty(num_tokens, self.num_heads, self.rank + self.rope)
-        self._prepare(latent, q_pe, context, kv_cache, cos_sin, q_latent)
-        batched_linear(q_nope, self.w_uk, out=q_latent[..., : self.rank])
         latent = mla_attention(
-            q_latent,
+            q,
             kv_cache,
             context.block_tables,
             context.idx_mapping,
@@ -92,7 +82,35 @@ class MLAAttention(nn.Module):
             key_start,
         )
         out = batched_linear(latent, self.w_uv)
-        return self.o_proj(out.reshape(num_tokens, self.num_heads * self.value))
+        return self.o_proj(out.reshape(len(q), self.num_heads * self.value))
+
+    def _queries(
+        self,
+        hidden: torch.Tensor,
+        context: AttentionContext,
+        kv_cache: torch.Tensor,
+        cos_sin: torch.Tensor,
+        outputs: OutputRows | None,
+    ) -> torch.Tensor:
+        """The queries in latent space, `[T, heads, latent]` or `[N, ...]` of `outputs`; all tokens' KV is written.
+
+        What they are made from is given back before the attention takes its own memory.
+        """
+        qkv = self.qkv_a_proj(hidden)
+        if outputs is not None:
+            no_heads = qkv.new_empty(len(qkv), 0, self.rank + self.rope)
+            self._prepare(qkv[:, self.q_size :], no_heads[..., self.rank :], context, kv_cache, cos_sin, no_heads)
+            if not len(outputs.rows):
+                return no_heads
+            qkv, context = outputs.of(qkv), outputs.context
+        q, latent = qkv.split([self.q_size, self.rank + self.rope], dim=-1)
+        if self.has_q_lora:
+            q = self.q_b_proj(self.q_a_layernorm(q))
+        q_nope, q_pe = q.unflatten(1, (self.num_heads, -1)).split([self.nope, self.rope], dim=-1)
+        q_latent = hidden.new_empty(len(qkv), self.num_heads, self.rank + self.rope)
+        self._prepare(latent, q_pe, context, kv_cache, cos_sin, q_latent)
+        batched_linear(q_nope, self.w_uk, out=q_latent[..., : self.rank])
+        return q_latent
 
     def _prepare(
         self,
