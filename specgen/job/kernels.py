@@ -22,7 +22,6 @@ _PART, _MODULE = "part:", "module:"
 # Library and own kernels that multiply by weights.
 _PRODUCT = re.compile(r"gemm|gemv|nvjet|xmma|cutlass|cublas|linear|matmul|bmm|splitk", re.IGNORECASE)
 _HOST = frozenset({"cuda_runtime", "cuda_driver"})
-_PROJECTIONS = frozenset({"eh_proj", "projection"})
 # Kinds of the cost model that are one kind here: kernels may serve several of them at once.
 _MERGED = {"router": "experts", "shared experts": "experts"}
 
@@ -255,7 +254,7 @@ def kind_of(place: Launch | None, kernel: str) -> Kind:
         return part, "attention" if leaf == "self_attn" and ATTENTION.search(kernel) else OTHER
     if "mlp" in names and leaf != "mlp":
         return part, "mlp"
-    if leaf in _PROJECTIONS:
+    if leaf == "eh_proj":
         return part, "eh_proj"
     if (
         "lm_head" in names

@@ -19,6 +19,7 @@ from specgen.kernels.rms_norm import combine_norm
 from specgen.models.attention import MLAAttention
 from specgen.models.config import DeepseekV3Config, MoEConfig
 from specgen.models.context import AttentionContext, OutputRows
+from specgen.models.dense_config import DenseConfig
 from specgen.models.layers import MLP, Embedding, Head, RMSNorm, empty_weight
 from specgen.models.rope_table import rope_table
 
@@ -90,15 +91,22 @@ class DecoderLayer(nn.Module):
     """Attention and feed-forward, each behind a norm, with the residual carried beside the hidden states.
 
     A layer takes its input behind its own norm and gives its output behind the norm that follows it, so that a sum, the
-    residual and a norm are one pass over the hidden states.
+    residual and a norm are one pass over the hidden states. The other families' layers are the same, with another
+    attention.
     """
 
     def __init__(
-        self, config: DeepseekV3Config, layer: int, scale: float, dtype: torch.dtype, device: torch.device
+        self,
+        config: DeepseekV3Config | DenseConfig,
+        layer: int,
+        self_attn: nn.Module,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
+        """Layer `layer`, counted through the target's and then the draft layers; whether it has experts follows."""
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
-        self.self_attn = MLAAttention(config, scale, dtype, device)
+        self.self_attn = self_attn
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
         self.mlp: MoE | MLP
         if config.is_moe_layer(layer):
@@ -156,7 +164,8 @@ class DeepseekV3ForCausalLM(nn.Module):
         self.rotary = Rotary(config, max_positions, device)
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, device)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, i, self.rotary.scale, dtype, device) for i in range(config.num_hidden_layers)
+            DecoderLayer(config, i, MLAAttention(config, self.rotary.scale, dtype, device), dtype, device)
+            for i in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
         self.lm_head = Head(config.hidden_size, config.vocab_size, dtype, device)

@@ -13,9 +13,9 @@ from torch import nn
 from specgen.kernels.gqa_attention import gqa_attention
 from specgen.kernels.prepare_qkv import prepare_qkv
 from specgen.models.context import AttentionContext, OutputRows
-from specgen.models.deepseek_v3 import MoE, feed_forward
+from specgen.models.deepseek_v3 import DecoderLayer
 from specgen.models.dense_config import DenseConfig
-from specgen.models.layers import MLP, Embedding, Head, Linear, RMSNorm, empty_weight
+from specgen.models.layers import Embedding, Head, Linear, RMSNorm, empty_weight
 from specgen.models.rope_table import rope_table
 
 
@@ -90,44 +90,6 @@ class GQAAttention(nn.Module):
         return out if self.o_bias is None else out + self.o_bias
 
 
-class DenseLayer(nn.Module):
-    """Attention and feed-forward, each behind a norm, with the residual carried beside the hidden states."""
-
-    def __init__(self, config: DenseConfig, layer: int, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
-        self.self_attn = GQAAttention(config, dtype, device)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
-        self.mlp: MoE | MLP
-        if config.is_moe_layer(layer):
-            self.mlp = MoE(config, dtype, device)
-        else:
-            self.mlp = MLP(config.hidden_size, config.intermediate_size, dtype, device)
-
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        residual: torch.Tensor,
-        context: AttentionContext,
-        kv_cache: torch.Tensor,
-        cos_sin: torch.Tensor,
-        next_norm: RMSNorm,
-        key_start: int = 0,
-        outputs: OutputRows | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(next_norm(output), output)` of `hidden` = input_layernorm(`residual`), all `[T, H]`.
-
-        With `outputs` both results are those of its rows, `[N, H]`.
-        """
-        hidden = self.self_attn(hidden, context, kv_cache, cos_sin, key_start, outputs)
-        if outputs is not None:
-            residual = outputs.of(residual)
-            if not len(residual):
-                return hidden, residual
-        hidden, residual = self.post_attention_layernorm.add(hidden, residual)
-        return feed_forward(self.mlp, hidden, residual, next_norm)
-
-
 def rotary_table(config: DenseConfig, max_positions: int, device: torch.device) -> torch.Tensor:
     """The cosines and sines of the positions below `max_positions`, `[max_positions, rotary_dim] float32`.
 
@@ -152,7 +114,10 @@ class DenseForCausalLM(nn.Module):
         self.head_reads_normed = config.head_reads_normed
         self.register_buffer("cos_sin", rotary_table(config, max_positions, device), persistent=False)
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, device)
-        self.layers = nn.ModuleList(DenseLayer(config, i, dtype, device) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, i, GQAAttention(config, dtype, device), dtype, device)
+            for i in range(config.num_hidden_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
         self.lm_head = Head(config.hidden_size, config.vocab_size, dtype, device)
         if config.tie_word_embeddings:

@@ -12,13 +12,17 @@ Source: DeepSeek-V3 technical report, arXiv 2412.19437, section 2.2 (with positi
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from specgen.kernels.draft_layer_inputs import draft_layer_inputs
+from specgen.models.attention import MLAAttention
 from specgen.models.config import DeepseekV3Config
 from specgen.models.context import AttentionContext, OutputRows
 from specgen.models.deepseek_v3 import DecoderLayer, DeepseekV3ForCausalLM
+from specgen.models.dense_config import DenseConfig
 from specgen.models.layers import Embedding, Head, Linear, RMSNorm
 
 
@@ -29,7 +33,12 @@ class MTPLayer(nn.Module):
     mask_first_embedding = True
 
     def __init__(
-        self, config: DeepseekV3Config, index: int, scale: float, dtype: torch.dtype, device: torch.device
+        self,
+        config: DeepseekV3Config | DenseConfig,
+        index: int,
+        self_attn: nn.Module,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
@@ -37,7 +46,7 @@ class MTPLayer(nn.Module):
         self.enorm = RMSNorm(size, eps, dtype, device)
         self.hnorm = RMSNorm(size, eps, dtype, device)
         self.eh_proj = Linear(2 * size, size, dtype, device)
-        self.mtp_block = DecoderLayer(config, config.num_hidden_layers + index, scale, dtype, device)
+        self.mtp_block = DecoderLayer(config, config.num_hidden_layers + index, self_attn, dtype, device)
         self.final_norm = RMSNorm(size, eps, dtype, device)
 
     def forward(
@@ -65,30 +74,29 @@ class MTPLayer(nn.Module):
         return block(normed, hidden, context, kv_cache, cos_sin, self.final_norm, self.index, outputs)[0]
 
 
-class DeepseekMTP(nn.Module):
-    """The draft layers, with the target's embedding and head unless the checkpoint has own ones."""
+class DraftLayers(nn.Module):
+    """Draft layers, with the target's embedding and head unless the checkpoint has own ones."""
+
+    cos_sin: torch.Tensor
 
     def __init__(
         self,
-        target: DeepseekV3ForCausalLM,
-        num_layers: int,
+        target: Any,
+        config: DeepseekV3Config | DenseConfig,
+        layers: list[MTPLayer],
         own_embedding: bool,
         own_heads: frozenset[int],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`num_layers` of the checkpoint's draft layers; `own_heads` names those that bring a head."""
+        """`layers` of the shape `config`; `own_heads` names those that bring a head. `cos_sin` is for who derives."""
         super().__init__()
-        config = target.config
-        self.cos_sin = target.rotary.cos_sin
-        self._kv_width = config.kv_width
-        self.layers = nn.ModuleList(MTPLayer(config, i, target.rotary.scale, dtype, device) for i in range(num_layers))
-        self.embed_tokens = (
-            Embedding(config.vocab_size, config.hidden_size, dtype, device) if own_embedding else target.embed_tokens
-        )
+        size, vocab = config.hidden_size, target.config.vocab_size
+        self.config = config
+        self.layers = nn.ModuleList(layers)
+        self.embed_tokens = Embedding(vocab, size, dtype, device) if own_embedding else target.embed_tokens
         self.heads = nn.ModuleList(
-            Head(config.hidden_size, config.vocab_size, dtype, device) if i in own_heads else target.lm_head
-            for i in range(num_layers)
+            Head(size, vocab, dtype, device) if i in own_heads else target.lm_head for i in range(len(layers))
         )
 
     @property
@@ -99,7 +107,7 @@ class DeepseekMTP(nn.Module):
     @property
     def kv_width(self) -> int:
         """Elements that one token occupies in the KV cache of one draft layer."""
-        return self._kv_width
+        return self.config.kv_width
 
     def forward(
         self,
@@ -120,3 +128,24 @@ class DeepseekMTP(nn.Module):
     def compute_logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """`[N, H] -> [N, vocab] float32`."""
         return self.heads[layer](hidden)
+
+
+class DeepseekMTP(DraftLayers):
+    """The draft layers of a checkpoint of DeepSeek's layout."""
+
+    def __init__(
+        self,
+        target: DeepseekV3ForCausalLM,
+        num_layers: int,
+        own_embedding: bool,
+        own_heads: frozenset[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`num_layers` of the checkpoint's draft layers; `own_heads` names those that bring a head."""
+        config, scale = target.config, target.rotary.scale
+        layers = [
+            MTPLayer(config, i, MLAAttention(config, scale, dtype, device), dtype, device) for i in range(num_layers)
+        ]
+        super().__init__(target, config, layers, own_embedding, own_heads, dtype, device)
+        self.cos_sin = target.rotary.cos_sin

@@ -12,7 +12,7 @@ import torch
 from specgen.models.attention import MLAAttention
 from specgen.models.config import DeepseekV3Config
 from specgen.models.deepseek_v3 import DecoderLayer, DeepseekV3ForCausalLM, MoE
-from specgen.models.dense import DenseForCausalLM, DenseLayer, GQAAttention
+from specgen.models.dense import DenseForCausalLM, GQAAttention
 from specgen.models.draft_head import DraftHead, DraftLayer
 from specgen.models.layers import MLP
 from specgen.models.mtp import DeepseekMTP
@@ -93,13 +93,14 @@ def plan_gqa(plan: Plan, prefix: str, attn: GQAAttention) -> None:
         plan[prefix + "k_norm.weight"] = whole(attn.k_norm)
 
 
-def plan_decoder_layer(plan: Plan, prefix: str, layer: DecoderLayer | DenseLayer) -> None:
+def plan_decoder_layer(plan: Plan, prefix: str, layer: DecoderLayer) -> None:
     """Adds the tensors of a decoder layer."""
     plan[prefix + "input_layernorm.weight"] = whole(layer.input_layernorm.weight)
     plan[prefix + "post_attention_layernorm.weight"] = whole(layer.post_attention_layernorm.weight)
     if isinstance(layer.self_attn, GQAAttention):
         plan_gqa(plan, prefix + "self_attn.", layer.self_attn)
     else:
+        assert isinstance(layer.self_attn, MLAAttention)
         plan_mla(plan, prefix + "self_attn.", layer.self_attn)
     if isinstance(layer.mlp, MoE):
         plan_moe(plan, prefix + "mlp.", layer.mlp)
@@ -116,7 +117,7 @@ def plan_target(model: DeepseekV3ForCausalLM | DenseForCausalLM) -> Plan:
     if model.lm_head.weight is not model.embed_tokens.weight:
         plan["lm_head.weight"] = whole(model.lm_head.weight)
     for i, layer in enumerate(model.layers):
-        assert isinstance(layer, DecoderLayer | DenseLayer)
+        assert isinstance(layer, DecoderLayer)
         plan_decoder_layer(plan, f"model.layers.{i}.", layer)
     return plan
 
@@ -149,8 +150,8 @@ def plan_draft_head(
     plan: Plan = {}
     for i, layer in enumerate(head.layers):
         assert isinstance(layer, DraftLayer)
-        plan_decoder_layer(plan, prefix(i), layer.block)
-        parts = (layer.embedding_norm, layer.hidden_norm, layer.projection, layer.final_norm)
+        plan_decoder_layer(plan, prefix(i), layer.mtp_block)
+        parts = (layer.enorm, layer.hnorm, layer.eh_proj, layer.final_norm)
         for name, part in zip(names, parts, strict=True):
             plan[f"{prefix(i)}{name}.weight"] = whole(part.weight)  # type: ignore[arg-type]
         own_head = prefix(i) + "shared_head.head.weight"

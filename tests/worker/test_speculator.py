@@ -76,9 +76,7 @@ def proposals(folder: Path, rows: list[Row], whole: bool, **options: Any) -> lis
         counts = num_tokens, num_rows, num_drafts, list(seen), harness.scheduler.num_preemptions
         steps.append(Proposed([x[samples] for x in logits], *left, *counts))
 
-    last = mtp.layers[-1]
-    block = last.mtp_block if hasattr(last, "mtp_block") else last.block
-    block.mlp.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
+    mtp.layers[-1].mtp_block.mlp.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
     if whole:
         mtp.forward = run_whole
     mtp.compute_logits, drafter.propose = record_logits, record  # type: ignore[method-assign]
