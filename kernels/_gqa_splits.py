@@ -6,7 +6,7 @@ of the engine is cut into tiles and splits, and whether a program takes one spli
 
 # mypy: ignore-errors
 
-from specgen.kernels._mla_common import SUM_COLUMNS
+from specgen.kernels._mla_common import SUM_COLUMNS, take_in
 from specgen.kernels._tiles import find_tile
 from specgen.kernels._triton import tl, triton, wait_for_inputs
 
@@ -32,10 +32,7 @@ def _gqa_step(
     DIM: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Take in the keys start..start + STEP_KEYS. MASKED: some row may not see all of them, none sees one from `end` on.
-
-    The maximum stays in raw units: exp2((score - max) * scale) is the same in the masked and the plain form.
-    """
+    """Take in the keys start..start + STEP_KEYS. MASKED: some row may not see all of them, none one from `end` on."""
     key = start + tl.arange(0, STEP_KEYS)
     column = tl.arange(0, DIM)
     mask = (column < HEAD_DIM)[None, :]
@@ -55,14 +52,7 @@ def _gqa_step(
         # A later query's value may be unwritten (a rejected draft's), and 0 * NaN would reach the queries before it.
         is_finite = tl.abs(values.to(tl.float32)) < float("inf")
         values = tl.where(is_finite, values, 0.0).to(keys.dtype)
-    new_max = tl.maximum(row_max, tl.max(scores, axis=1))
-    decay = tl.exp2((row_max - new_max) * scale_log2)
-    weights = tl.exp2((scores - new_max[:, None]) * scale_log2).to(values.dtype)
-    # By a product: its order is the same in every form, that of a reduction is the compiler's.
-    ones = tl.full([STEP_KEYS, SUM_COLUMNS], 1.0, dtype=values.dtype)
-    row_sum = tl.dot(weights, ones, row_sum * decay[:, None], input_precision="ieee")
-    acc = tl.dot(weights, values, acc * decay[:, None], input_precision="ieee")
-    return new_max, row_sum, acc
+    return take_in(scores, values, row_max, row_sum, acc, scale_log2, STEP_KEYS)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ own. A row's bits depend neither on the tile it lands in nor on the tile's heigh
 import torch
 
 from specgen.kernels._expert_tiles import find_few, place_pairs
-from specgen.kernels._triton import ask_for, can_use_tma, descriptor, pdl, tl, triton, wait_for_inputs
+from specgen.kernels._triton import ask_for, can_use_tma, descriptor, pdl, tile_height, tl, triton, wait_for_inputs
 from specgen.kernels.float8_linear import narrow
 
 # Tiles of the grouped products by height: columns, inner, weights by TMA, warps, stages. A row's bits are the same in
@@ -55,7 +55,7 @@ def grouped_products(
 
 def _tile_height(num_pairs: int, num_experts: int) -> int:
     """A height near the mean of an expert's pairs, so that weights are read few times."""
-    return next((height for height in _TILES if height * num_experts >= num_pairs), max(_TILES))
+    return tile_height(_TILES, num_pairs / max(num_experts, 1))
 
 
 def _tile(height: int, itemsize: int) -> tuple[int, int, bool, int, int]:

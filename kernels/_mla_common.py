@@ -1,5 +1,7 @@
 """What the forms of `mla_attention` share: tiles, cache rows, and the one arithmetic by which keys are taken in.
 
+`take_in` is `gqa_attention`'s too.
+
 A row has the same bits in both forms: inner indices are multiplied in the same order and keys added in the same order;
 the sum of the weights is a product with ones, so that it has an order too.
 """

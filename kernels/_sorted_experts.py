@@ -21,6 +21,7 @@ from specgen.kernels._triton import (
     launched,
     num_processors,
     pdl,
+    tile_height,
     tl,
     triton,
     wait_for_inputs,
@@ -53,13 +54,13 @@ class SortedPairs(NamedTuple):
     height: int
 
 
-def tile_height(num_pairs: int, num_experts: int) -> int:
+def roomy_height(num_pairs: int, num_experts: int) -> int:
     """Return a tile's height with room for most experts' rows, of `num_pairs` (token, choice) pairs.
 
     Rows that are not there cost little, and a second tile for an expert reads its weights again.
     """
-    mean = num_pairs / num_experts
-    return next((height for height in _TILES if height >= mean + _ROOM * mean**0.5), TALL)
+    mean = num_pairs / max(num_experts, 1)
+    return tile_height(_TILES, mean + _ROOM * mean**0.5)
 
 
 def sort_pairs(ids: torch.Tensor, num_experts: int, num_shared: int = 0, height: int = TALL) -> SortedPairs:

@@ -180,6 +180,25 @@ def _consume_low(
         gl.store(out_ptr + row.to(gl.int64)[None, :] * num_columns + column[:, None], acc.to(DTYPE), mask=real)
 
 
+@gluon.jit
+def _consume(
+    out_ptr, tiles_ptr, max_tiles, num_items, columns, num_columns, width, row_buffers, weight_buffers, ready, free,
+    STORE: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, INNER: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Multiply one stage after the other, in the form for the tiles' height."""
+    if STORE is None:
+        _consume_low(
+            out_ptr, tiles_ptr, max_tiles, num_items, columns, num_columns, width, row_buffers, weight_buffers, ready,
+            free, GATED, ROWS, COLUMNS, INNER, STAGES,
+        )  # fmt: skip
+    else:
+        _consume_tall(
+            out_ptr, tiles_ptr, max_tiles, num_items, columns, num_columns, width, row_buffers, weight_buffers, ready,
+            free, STORE, GATED, ROWS, COLUMNS, INNER, STAGES,
+        )  # fmt: skip
+
+
 @gluon.jit(do_not_specialize=["max_tiles"])
 def product_hopper_kernel(
     rows,
@@ -217,45 +236,23 @@ def product_hopper_kernel(
 
     columns = (num_columns + COLUMNS - 1) // COLUMNS
     num_items = gl.load(num_tiles_ptr) * columns
-    if STORE is None:
-        gl.warp_specialize(
-            [
+    gl.warp_specialize(
+        [
+            (
+                _consume,
                 (
-                    _consume_low,
-                    (
-                        out_ptr, tiles_ptr, max_tiles, num_items, columns, num_columns, width, row_buffers,
-                        weight_buffers, ready, free, GATED, ROWS, COLUMNS, INNER, STAGES,
-                    ),
+                    out_ptr, tiles_ptr, max_tiles, num_items, columns, num_columns, width, row_buffers,
+                    weight_buffers, ready, free, STORE, GATED, ROWS, COLUMNS, INNER, STAGES,
                 ),
+            ),
+            (
+                _produce,
                 (
-                    _produce,
-                    (
-                        rows, weights, tiles_ptr, max_tiles, num_items, columns, num_columns, width, row_buffers,
-                        weight_buffers, ready, free, GATED, COLUMNS, INNER, STAGES, PDL,
-                    ),
+                    rows, weights, tiles_ptr, max_tiles, num_items, columns, num_columns, width, row_buffers,
+                    weight_buffers, ready, free, GATED, COLUMNS, INNER, STAGES, PDL,
                 ),
-            ],
-            [1],
-            [24],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (
-                    _consume_tall,
-                    (
-                        out_ptr, tiles_ptr, max_tiles, num_items, columns, num_columns, width, row_buffers,
-                        weight_buffers, ready, free, STORE, GATED, ROWS, COLUMNS, INNER, STAGES,
-                    ),
-                ),
-                (
-                    _produce,
-                    (
-                        rows, weights, tiles_ptr, max_tiles, num_items, columns, num_columns, width, row_buffers,
-                        weight_buffers, ready, free, GATED, COLUMNS, INNER, STAGES, PDL,
-                    ),
-                ),
-            ],
-            [1],
-            [24],
-        )  # fmt: skip
+            ),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip

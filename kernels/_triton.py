@@ -8,7 +8,7 @@ With the stand-ins the kernel files still import, so that the twins run; launchi
 import functools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 # Products and sums are fused to one rounding, as they were when forms of a kernel were compared bit by bit; from Triton
@@ -150,6 +150,12 @@ def hopper_descriptor(tensor: Any, block: list[int]) -> Any:
     return TensorDescriptor.from_tensor(tensor, block, gl.NVMMASharedLayout(128, 8 * tensor.itemsize))
 
 
+def tile_height(heights: Iterable[int], num_rows: float) -> int:
+    """Return the lowest of some rising heights of tiles that holds so many rows, or the highest."""
+    rising = list(heights)
+    return next((height for height in rising if height >= num_rows), rising[-1])
+
+
 @functools.cache
 def num_processors() -> int:
     """Return the number of the current GPU's multiprocessors."""
@@ -187,6 +193,7 @@ __all__ = [
     "num_processors",
     "pdl",
     "thread_barrier",
+    "tile_height",
     "tl",
     "triton",
     "wait_for_inputs",

@@ -11,8 +11,8 @@ import torch
 
 from specgen.kernels._checks import check, check_same_device
 from specgen.kernels._expert_tiles import place_pairs
-from specgen.kernels._triton import pdl, tl, triton, wait_for_inputs
-from specgen.kernels.block_float8_linear import BLOCK, FLOAT8, by_bits, dequantize_blocks, tile_height, widen
+from specgen.kernels._triton import pdl, tile_height, tl, triton, wait_for_inputs
+from specgen.kernels.block_float8_linear import BLOCK, FLOAT8, by_bits, dequantize_blocks, widen
 from specgen.kernels.moe_experts import ExpertRows, moe_experts_torch
 
 # Tiles by height: columns, warps, stages. A row's bits are the same in each.

@@ -11,7 +11,7 @@ of the same instructions.
 import torch
 
 from specgen.kernels._checks import check, check_same_device
-from specgen.kernels._triton import pdl, tl, triton, wait_for_inputs
+from specgen.kernels._triton import pdl, tile_height, tl, triton, wait_for_inputs
 from specgen.kernels.linear import linear_torch
 
 FLOAT8 = torch.float8_e4m3fn
@@ -62,11 +62,6 @@ def dequantize_blocks(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dt
 def block_float8_linear_torch(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Return what `block_float8_linear` returns, by a product with the dequantised weight."""
     return linear_torch(x, dequantize_blocks(values, scale, x.dtype))
-
-
-def tile_height(tiles: dict[int, tuple[int, int, int]], num_rows: int) -> int:
-    """Return the lowest of the tiles' heights that holds so many rows, or the highest."""
-    return next((height for height in tiles if height >= num_rows), max(tiles))
 
 
 def by_bits(x: torch.Tensor) -> bool:

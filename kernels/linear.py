@@ -62,21 +62,23 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return linear_torch(x, weight)
     if x.dtype == torch.float32:
         return linear_triton(x, weight)
-    few = _few_rows(x, weight, x.dtype) if _are_few_rows(x, weight) else None
+    few = _few_rows(x, weight, x.dtype)
     return F.linear(x, weight) if few is None else few
 
 
 def _are_few_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether `_few_rows` is for this product: one wave of programs on Hopper."""
+    """Whether a product is one wave of few rows' programs on Hopper."""
     is_small = 0 < len(x) <= _FEW_DENSE_ROWS and len(weight) <= _DENSE_TILE[0] * _DENSE_PROGRAMS
     return is_small and x.dtype == torch.bfloat16 and is_hopper() and can_use_tma(x, weight)
 
 
 def _few_rows(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return the product of few rows in `dtype`, with the bits of any other form; None if it can't be compiled.
+    """Return the product of few rows in `dtype`, with the bits of any other form; None if this form is not for it.
 
     See `_few_rows_hopper`. The weight is read before the kernel before has ended, which must not have written it.
     """
+    if not _are_few_rows(x, weight):
+        return None
     (num_rows, inner), (columns, step, stages) = x.shape, _DENSE_TILE
     out = torch.empty(num_rows, len(weight), dtype=dtype, device=x.device)
     rows = 8 if num_rows <= 8 else _FEW_DENSE_ROWS
@@ -140,7 +142,7 @@ def linear_float32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     check_same_device(x=x, weight=weight)
     if not x.is_cuda:
         return linear_torch(x.float(), weight.float())
-    few = _few_rows(x, weight, torch.float32) if _are_few_rows(x, weight) else None
+    few = _few_rows(x, weight, torch.float32)
     return linear_triton(x, weight) if few is None else few
 
 

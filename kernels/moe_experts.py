@@ -16,7 +16,7 @@ import torch
 
 from specgen.kernels._checks import check, check_same_device
 from specgen.kernels._grouped_experts import FEW_TOKENS, grouped_products
-from specgen.kernels._sorted_experts import sort_pairs, sorted_products, tile_height
+from specgen.kernels._sorted_experts import roomy_height, sort_pairs, sorted_products
 from specgen.kernels._triton import can_use_tma, is_hopper
 from specgen.kernels.float8_linear import FLOAT8, Float8Weight, dequantize_rows
 from specgen.kernels.linear import ROW_MULTIPLE, linear_torch
@@ -123,7 +123,7 @@ def moe_experts_sorted(
     if not len(x):
         return ExpertRows(x, None)
     num_routed = w2.shape[0] - num_shared
-    height = tile_height(len(x) * (ids.shape[1] - num_shared), num_routed)
+    height = roomy_height(len(x) * (ids.shape[1] - num_shared), num_routed)
     pairs = sort_pairs(ids, w2.shape[0], num_shared, height)
     return ExpertRows(sorted_products(x, pairs, w13, w2), pairs.places.view(ids.shape))
 
