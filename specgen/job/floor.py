@@ -14,6 +14,7 @@ from typing import NamedTuple
 from specgen.kernels.float8_linear import MAX_ROWS
 from specgen.models.cheap_drafts import LARGE_WEIGHT
 from specgen.models.config import DeepseekV3Config, ModelConfig
+from specgen.models.context import reads_first_outputs
 from specgen.models.dense_config import DenseConfig
 from specgen.models.fp8 import BLOCK
 
@@ -171,7 +172,7 @@ class CostModel:
         num_layers = min(self._draft_config.num_nextn_predict_layers, num_drafts)
         if num_layers == 0:
             return []
-        is_read = num_layers == 1 or num_drafts > num_layers
+        is_read = reads_first_outputs(num_layers, num_drafts)
         below = [op for _ in range(num_layers - 1) for op in self._draft_layer(tokens)]
         return [*below, *self._draft_layer(tokens, ends if is_read else _NO_TOKENS)]
 

@@ -36,3 +36,11 @@ class OutputRows(NamedTuple):
     def of(self, values: torch.Tensor) -> torch.Tensor:
         """What `values [T, ...]` are for the rows, `[N, ...]`; without rows nothing is launched for it."""
         return values.index_select(0, self.rows) if len(self.rows) else values[:0]
+
+
+def reads_first_outputs(num_layers: int, num_drafts: int) -> bool:
+    """Whether so many drafts need what the last of so many draft layers makes of a step's own tokens, beside its KV.
+
+    Draft pass `num_layers` begins with it; with one layer it gives the first draft, too.
+    """
+    return num_drafts > (num_layers if num_layers > 1 else 0)

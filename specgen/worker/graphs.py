@@ -169,25 +169,29 @@ class DecodeGraphs:
 
     def run_largest(self, num_drafts: int, needs: ProcessorNeeds) -> None:
         """Runs the step that is captured for the most and the longest rows, without capturing it."""
-        size = self._sizes[-1]
-        inputs = torch.full((2, size), -1, dtype=torch.int32, device=self._states.device)
-        batch = self._uniform_batch(inputs, self._layout(size, num_drafts + 1), self._max_seq_len, needs)
-        self._run_step(batch, num_drafts)
+        self._prepare(self._sizes[-1], num_drafts, self._max_seq_len, needs)[0]()
 
     def _capture(self, size: int, num_drafts: int, max_seq_len: int, needs: ProcessorNeeds) -> _Graph:
         start = time.perf_counter()
-        inputs = torch.full((2, size), -1, dtype=torch.int32, device=self._states.device)
-        layout = self._layout(size, num_drafts + 1)
-
-        def run_step() -> StepTokens:
-            return self._run_step(self._uniform_batch(inputs, layout, max_seq_len, needs), num_drafts)
-
+        run_step, inputs, layout = self._prepare(size, num_drafts, max_seq_len, needs)
         assert self._memory is not None
         graph, tokens = capture(run_step, self._memory)  # padded rows change nothing
         seconds = time.perf_counter() - start
         self.capture_seconds += seconds
         logger.debug("captured a decode step of %d rows with %d drafts in %.2f s", size, num_drafts, seconds)
         return _Graph(graph, inputs, layout, tokens)
+
+    def _prepare(
+        self, size: int, num_drafts: int, max_seq_len: int, needs: ProcessorNeeds
+    ) -> tuple[Callable[[], StepTokens], torch.Tensor, _Layout]:
+        """A step of so many rows, its inputs (at first nobody's) and its layout, to be kept as long as it may run."""
+        inputs = torch.full((2, size), -1, dtype=torch.int32, device=self._states.device)
+        layout = self._layout(size, num_drafts + 1)
+
+        def run_step() -> StepTokens:
+            return self._run_step(self._uniform_batch(inputs, layout, max_seq_len, needs), num_drafts)
+
+        return run_step, inputs, layout
 
     def _layout(self, size: int, width: int) -> _Layout:
         device = self._states.device

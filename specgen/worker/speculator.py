@@ -24,7 +24,7 @@ import torch
 from specgen.kernels.draft_inputs import DraftPrefill, prepare_draft_decode, prepare_draft_prefill
 from specgen.kernels.sample_tokens import expand_logits
 from specgen.models.cheap_drafts import CutHead
-from specgen.models.context import OutputRows
+from specgen.models.context import OutputRows, reads_first_outputs
 from specgen.models.families import DraftModel
 from specgen.worker.input_batch import InputBatch
 from specgen.worker.processor_needs import ProcessorNeeds
@@ -138,12 +138,9 @@ class MTPSpeculator:
     def _output_rows(
         self, batch: InputBatch, first: DraftPrefill, num_rejected: torch.Tensor, num_spec_tokens: int
     ) -> OutputRows:
-        """The tokens whose output of the last layer's first pass is read: the last verified one of each row, or none.
-
-        Draft pass n begins with it; with one layer it gives the first draft, too.
-        """
-        num_layers, num_reqs = self.mtp.num_layers, batch.idx_mapping.shape[0]
-        if num_spec_tokens <= (num_layers if num_layers > 1 else 0):
+        """Whose output of the last layer's first pass is read: the last verified token of each row, or none."""
+        num_reqs = batch.idx_mapping.shape[0]
+        if not reads_first_outputs(self.mtp.num_layers, num_spec_tokens):
             return OutputRows(first.last_indices[:0], batch.context)
         context = batch.context._replace(
             idx_mapping=batch.idx_mapping,
