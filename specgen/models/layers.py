@@ -104,7 +104,9 @@ class RMSNorm(nn.Module):
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), gate and up in one product."""
+    """down(silu(gate(x)) * up(x)), gate and up in one product. Many tokens go in parts: the inner rows are wide."""
+
+    most_tokens = 4096  # at once: twice as many are no faster
 
     def __init__(self, hidden_size: int, inner_size: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -113,7 +115,12 @@ class MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, H] -> [T, H]`."""
-        return self.down_proj(silu_mul(self.gate_up_proj(x)))
+        if len(x) <= self.most_tokens:
+            return self.down_proj(silu_mul(self.gate_up_proj(x)))
+        out = torch.empty_like(x)
+        for part, result in zip(x.split(self.most_tokens), out.split(self.most_tokens), strict=True):
+            result.copy_(self.forward(part))
+        return out
 
 
 class Embedding(nn.Module):

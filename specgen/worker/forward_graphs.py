@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -31,10 +32,16 @@ def token_counts(max_num_tokens: int) -> list[int]:
     return [*(count for count in counts if count < max_num_tokens), max_num_tokens]
 
 
-class _Graph(NamedTuple):
-    graph: torch.cuda.CUDAGraph
+class _Inputs(NamedTuple):
+    """What a captured forward reads, at first a step of padding."""
+
     input_ids: torch.Tensor
     context: AttentionContext
+
+
+class _Graph(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    inputs: _Inputs
     hidden: torch.Tensor
 
 
@@ -42,9 +49,10 @@ class ForwardGraphs:
     """The captured forwards of one target. `forward(input_ids, context)` gives hidden states `[T, H]`."""
 
     def __init__(
-        self, forward: Forward, max_num_seqs: int, max_num_tokens: int, max_seq_len: int, memory: GraphMemory
+        self, forward: Forward, max_num_seqs: int, max_num_tokens: int, max_seq_len: int, memory: GraphMemory | None
     ) -> None:
-        """The most rows, tokens a step and tokens a row; `memory` is shared with other graphs."""
+        """The most rows, tokens a step and tokens a row; `memory` may be shared with other graphs; without, nothing can
+        be captured."""
         self._forward = forward
         self._counts = token_counts(max_num_tokens)
         self._max_num_seqs = max_num_seqs
@@ -67,8 +75,8 @@ class ForwardGraphs:
         if key not in self._graphs:
             self._graphs[key] = self._capture(*key, context.block_tables)
         captured = self._graphs[key]
-        inputs = captured.context
-        captured.input_ids[:num_tokens] = input_ids
+        inputs = captured.inputs.context
+        captured.inputs.input_ids[:num_tokens] = input_ids
         inputs.positions[:num_tokens] = context.positions
         inputs.slot_mapping[:num_tokens] = context.slot_mapping
         inputs.slot_mapping[num_tokens:] = -1
@@ -80,10 +88,31 @@ class ForwardGraphs:
         captured.graph.replay()
         return captured.hidden[:num_tokens]
 
+    def steps_of_all_counts(self, block_tables: torch.Tensor) -> Iterator[Callable[[], object]]:
+        """The steps that are captured, from the largest down, for rows of the shortest bound."""
+        for count in reversed(self._counts):
+            inputs = self._padding(count, rounded_seq_len(1, self._max_seq_len), block_tables)
+            yield partial(self._forward, *inputs)
+
     def _capture(self, num_tokens: int, max_seq_len: int, block_tables: torch.Tensor) -> _Graph:
         start = time.perf_counter()
+        inputs = self._padding(num_tokens, max_seq_len, block_tables)
+
+        def run() -> torch.Tensor:
+            hidden = self._forward(*inputs)
+            if self._hidden is None:
+                self._hidden = hidden.new_empty(self._counts[-1], hidden.shape[1])
+            return self._hidden[:num_tokens].copy_(hidden)
+
+        assert self._memory is not None
+        graph, hidden = capture(run, self._memory)
+        seconds = time.perf_counter() - start
+        self.capture_seconds += seconds
+        logger.debug("captured a forward of %d tokens in %.2f s", num_tokens, seconds)
+        return _Graph(graph, inputs, hidden)
+
+    def _padding(self, num_tokens: int, max_seq_len: int, block_tables: torch.Tensor) -> _Inputs:
         device, num_rows = block_tables.device, self._max_num_seqs
-        input_ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         context = AttentionContext(
             positions=torch.zeros(num_tokens, dtype=torch.int64, device=device),
             slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
@@ -94,15 +123,4 @@ class ForwardGraphs:
             max_query_len=num_tokens,
             max_seq_len=max_seq_len,
         )
-
-        def run() -> torch.Tensor:
-            hidden = self._forward(input_ids, context)
-            if self._hidden is None:
-                self._hidden = hidden.new_empty(self._counts[-1], hidden.shape[1])
-            return self._hidden[:num_tokens].copy_(hidden)
-
-        graph, hidden = capture(run, self._memory)
-        seconds = time.perf_counter() - start
-        self.capture_seconds += seconds
-        logger.debug("captured a forward of %d tokens in %.2f s", num_tokens, seconds)
-        return _Graph(graph, input_ids, context, hidden)
+        return _Inputs(torch.zeros(num_tokens, dtype=torch.int64, device=device), context)

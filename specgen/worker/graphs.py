@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -170,6 +170,13 @@ class DecodeGraphs:
     def run_largest(self, num_drafts: int, needs: ProcessorNeeds) -> None:
         """Runs the step that is captured for the most and the longest rows, without capturing it."""
         self._prepare(self._sizes[-1], num_drafts, self._max_seq_len, needs)[0]()
+
+    def steps_of_all_kinds(self, num_drafts: int, needs: ProcessorNeeds) -> Iterator[Callable[[], object]]:
+        """Steps that launch what captured ones of any size do: of sizes in powers of two, of short and long rows."""
+        for max_seq_len in sorted({rounded_seq_len(1, self._max_seq_len), self._max_seq_len}):
+            for size in self._sizes:
+                if size & (size - 1) == 0 or size == self._sizes[-1]:
+                    yield self._prepare(size, num_drafts, max_seq_len, needs)[0]
 
     def _capture(self, size: int, num_drafts: int, max_seq_len: int, needs: ProcessorNeeds) -> _Graph:
         start = time.perf_counter()

@@ -25,7 +25,7 @@ from specgen.worker.forward_graphs import ForwardGraphs
 from specgen.worker.graphs import DecodeGraphs, GraphMemory, StepTokens
 from specgen.worker.input_batch import InputBatch, build_batch
 from specgen.worker.logprobs import PromptPart, SampledLogprobs, judge_prompts, to_host
-from specgen.worker.processor_needs import FewCombinations, processor_needs
+from specgen.worker.processor_needs import FewCombinations, ProcessorNeeds, processor_needs
 from specgen.worker.sampler import Sampler, SamplingRows
 from specgen.worker.speculator import Drafter
 from specgen.worker.states import RequestStates, to_device
@@ -173,18 +173,34 @@ class ModelRunner:
 
         `num_bytes`: what the largest of them works in.
         """
-        k, memory = self.num_speculative_tokens, GraphMemory(num_bytes)
+        memory = GraphMemory(num_bytes)
         self.graphs = self._decode_graphs(max_num_seqs, memory)
-        self.forward_graphs = ForwardGraphs(self._forward, max_num_seqs, max_num_tokens, self.max_model_len + k, memory)
+        self.forward_graphs = self._prompt_graphs(max_num_seqs, max_num_tokens, memory)
 
     def _decode_graphs(self, max_num_seqs: int, memory: GraphMemory | None) -> DecodeGraphs:
         return DecodeGraphs(self._run_step, self.states, max_num_seqs, self.kv_caches.shape[2], memory)
+
+    def _prompt_graphs(self, max_num_seqs: int, max_num_tokens: int, memory: GraphMemory | None) -> ForwardGraphs:
+        longest = self.max_model_len + self.num_speculative_tokens
+        return ForwardGraphs(self._forward, max_num_seqs, max_num_tokens, longest, memory)
 
     @torch.inference_mode()
     def run_largest_decode_step(self, slots: np.ndarray, max_num_seqs: int) -> None:
         """Runs a decode step of the most rows, none of which is anybody's, without a graph: what slots `[B]` need."""
         needs = processor_needs(slots, self.states)
         self._decode_graphs(max_num_seqs, None).run_largest(self.num_speculative_tokens, needs)
+
+    @torch.inference_mode()
+    def run_all_kinds(self, max_num_seqs: int, max_num_tokens: int) -> None:
+        """Runs steps of all the sizes that are captured, none of whose rows is anybody's, without a graph."""
+        for step in self._prompt_graphs(max_num_seqs, max_num_tokens, None).steps_of_all_counts(
+            self.states.block_tables
+        ):
+            step()
+        for is_random in (True, False):
+            needs = ProcessorNeeds(penalties=False, filters=False, noise=is_random)
+            for step in self._decode_graphs(max_num_seqs, None).steps_of_all_kinds(self.num_speculative_tokens, needs):
+                step()
 
     def _forward(self, input_ids: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         return self.target(input_ids, context, self.kv_caches)

@@ -1,14 +1,16 @@
 """Where the time goes before and between the first steps: weights, the measured step, graphs, and Triton's compiler.
 
-Graphs are captured, and kernels compiled, when they are first used, which is within the measured step, within captures,
-or within a step that has no graph: what is counted as compiling is part of what is counted there.
+Graphs are captured when they are first used. Kernels are compiled before the measured step, side by side, or when they
+are first used, within a capture or a step that has no graph: what is counted as compiling is part of what is counted
+there, but for threads, whose seconds add up.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from specgen.kernels._triton import HAS_TRITON
@@ -17,9 +19,10 @@ from specgen.kernels._triton import HAS_TRITON
 class StartUp(NamedTuple):
     """Seconds and counts since an engine was begun, so far.
 
-    weight_bytes, weight_seconds: read, or made, and put in place. largest_step_seconds: the step that sizes the KV
-    pool. ready_seconds: until the engine took requests. num_graphs, graph_seconds: captured, each run once before.
-    num_compiled, compile_seconds: Triton kernels; num_cached: those of them that its cache on disk had.
+    weight_bytes, weight_seconds: read, or made, and put in place. largest_step_seconds: kernels compiled ahead, and the
+    step that sizes the KV pool. ready_seconds: until the engine took requests. num_graphs, graph_seconds: captured,
+    each run once before. num_compiled, compile_seconds: Triton kernels; num_cached: those of them that its cache on
+    disk had.
     """
 
     weight_bytes: int = 0
@@ -41,12 +44,14 @@ class CompileClock:
     num_cached: int = 0
     seconds: float = 0.0
     before: Callable[..., None] | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def __call__(self, *, src: Any, metadata: Any, metadata_group: Any, times: Any, cache_hit: bool) -> None:
         """Triton's listener: `times.total` is in microseconds."""
-        self.num_compiled += 1
-        self.num_cached += cache_hit
-        self.seconds += times.total / 1e6
+        with self.lock:
+            self.num_compiled += 1
+            self.num_cached += cache_hit
+            self.seconds += times.total / 1e6
         if self.before is not None:
             self.before(src=src, metadata=metadata, metadata_group=metadata_group, times=times, cache_hit=cache_hit)
 

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from specgen.models.loading import load_model
 from specgen.models.packing import pack_products
 from specgen.models.weights import OnProgress
 from specgen.sampling_params import SamplingParams
+from specgen.worker.compile_ahead import compile_ahead
 from specgen.worker.cpu_threads import CpuThreads
 from specgen.worker.input_batch import build_batch
 from specgen.worker.memory import LargestSteps, MemoryBudget, plan_memory
@@ -320,9 +322,13 @@ class Worker:
     def _plan_memory(self) -> MemoryBudget:
         c = self.config
         max_blocks = -(-c.max_model_len // c.block_size)
+        steps, runner = self._largest_steps()
+        if self._uses_graphs:
+            others = partial(runner.run_all_kinds, c.max_num_seqs, c.max_num_batched_tokens)
+            compile_ahead([steps.forward, steps.rest, steps.decode, others])
         return plan_memory(
             c.device,
-            self._largest_steps(),
+            steps,
             self.block_bytes,
             c.memory_fraction,
             c.max_num_seqs * max_blocks + 1,
@@ -335,8 +341,8 @@ class Worker:
         """Whether decode steps are captured; a scripted drafter may look at values, and cannot be."""
         return self.config.cuda_graphs and self.config.device.type == "cuda" and self._drafter_factory is None
 
-    def _largest_steps(self) -> LargestSteps:
-        """Steps of the most tokens and logits rows, over a throw-away pool, with every processor on."""
+    def _largest_steps(self) -> tuple[LargestSteps, ModelRunner]:
+        """Steps of the most tokens and logits rows, over a throw-away pool, with every processor on; their runner."""
         c = self.config
         num_rows = min(c.max_num_seqs, c.max_num_batched_tokens)
         lengths = [c.max_num_batched_tokens // num_rows] * num_rows
@@ -355,12 +361,13 @@ class Worker:
             step.rows.append(ScheduledRow(slot, slot, length, num_drafts, True, blocks, 0, 0, c.max_model_len))
         kv_caches = self._new_kv_caches(num_blocks)
         runner = self._new_runner(kv_caches)
-        return LargestSteps(
+        steps = LargestSteps(
             forward=lambda: runner.execute_model(step),
             rest=lambda: runner.sample_tokens().get(),
             decode=lambda: runner.run_largest_decode_step(np.arange(num_rows), c.max_num_seqs),
             pool_bytes=kv_caches.nbytes,
         )
+        return steps, runner
 
     def _tuned_threads(self) -> CpuThreads | None:
         """Threads that follow the machine's load, if that is wanted, possible, and changes no bit of the model."""

@@ -1,0 +1,78 @@
+"""Kernels compiled side by side, before the steps that launch them.
+
+Triton compiles a kernel when it is first launched, so that on a new machine the first steps of every size wait for a
+hundred kernels, one after the other. Here steps are gone through in which a launch only names the kernel to compile.
+What they compute means nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from specgen.kernels._triton import HAS_TRITON
+
+logger = logging.getLogger(__name__)
+
+_MOST_THREADS = 16
+_UNFILLED = frozenset({torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty})
+
+
+class _Zeros(TorchFunctionMode):
+    """Memory that is to be filled later holds zeros: what is read from it as an index lies in every tensor."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result.zero_() if func in _UNFILLED else result
+
+
+def compile_ahead(steps: Iterable[Callable[[], object]]) -> None:
+    """The kernels that `steps` launch are compiled, as many at once as there are cores.
+
+    None is launched: their results are zeros. One that can't be compiled says so when it is launched. Does nothing
+    without Triton, or with one that can't compile in threads (before 3.5).
+    """
+    if not HAS_TRITON:
+        return
+    try:
+        from triton import AsyncCompileMode
+    except ImportError:
+        return
+    started = time.perf_counter()
+    threads = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1))
+    with threads, AsyncCompileMode(threads, ignore_errors=True), _only_compiled(), _Zeros():
+        for step in steps:
+            step()
+        seconds = time.perf_counter() - started
+    logger.debug("went through steps in %.1f s, compiled in %.1f s", seconds, time.perf_counter() - started)
+
+
+@contextmanager
+def _only_compiled() -> Iterator[None]:
+    """Launches of all kernels compile them and do nothing else."""
+    from triton.runtime.jit import JITFunction
+
+    launch = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
+        future = getattr(kernel, "future", None)
+        if future is not None and future.done():  # from now on it is found at once
+            kernel.result(ignore_errors=True)
+        return kernel
+
+    JITFunction.run = compile_only
+    try:
+        yield
+    finally:
+        JITFunction.run = launch

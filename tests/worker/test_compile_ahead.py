@@ -1,0 +1,105 @@
+"""Kernels compiled side by side before they are launched: by Triton's own compiler for a GPU that need not be there."""
+
+import subprocess
+import sys
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+# What Triton asks a driver for before it compiles. A launch would ask for more, and fail.
+PROGRAM = """
+import os, threading
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+
+class NoDevice:
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+
+driver.set_active(NoDevice())
+import torch
+from specgen.kernels import rms_norm as norm, silu_mul as act
+from specgen.worker.compile_ahead import compile_ahead
+from specgen.worker.startup import compile_clock
+from triton.runtime.jit import JITFunction
+
+clock = compile_clock()
+compiling, most = set(), 0
+told = clock.before
+names = []
+
+
+def tell(*, src, **rest):
+    names.append((src.name, threading.current_thread() is threading.main_thread()))
+    told and told(src=src, **rest)
+
+
+clock.before = tell
+run, x, results = JITFunction.run, torch.ones(4, 64), []
+
+
+def step():
+    for rows in (x, x[:2]):  # the same kernels again
+        results.append(act.silu_mul_triton(rows))
+        results.append(norm.rms_norm_triton(rows, torch.ones(64), 1e-6))
+        results.append(act.silu_mul_triton(rows.bfloat16()))
+
+
+compile_ahead([step, step])
+assert sorted(names) == [("_rms_norm_kernel", False)] + 2 * [("_silu_mul_kernel", False)], names
+assert clock.num_compiled == 3
+assert len(results) == 12 and not any(result.any() for result in results), "results are zeros"
+assert JITFunction.run is run
+
+# What was compiled is found where a launch looks for it.
+device = act._silu_mul_kernel.device_caches[0]
+assert len(device[0]) == 2, list(device[0])
+act._silu_mul_kernel.warmup(x, x.stride(0), x, 32, BLOCK=1024, PDL=False, grid=(4, 1))
+assert clock.num_compiled == 3
+
+# A step that fails leaves nothing behind, and a kernel that can't be compiled is for its launch to report.
+def fails():
+    raise KeyError("step")
+
+
+try:
+    compile_ahead([fails])
+except KeyError:
+    assert JITFunction.run is run
+else:
+    raise AssertionError("the step failed")
+
+
+@triton_jit
+def broken(x_ptr, N: tl.constexpr):
+    tl.static_assert(N == 1)
+
+
+compile_ahead([lambda: broken[(1,)](x, N=2)])
+assert torch.empty(3).shape == (3,)
+try:
+    broken[(1,)](x, N=2)
+except Exception as error:
+    assert "static_assert" in str(error) or "Compilation" in type(error).__name__, error
+else:
+    raise AssertionError("the kernel can't be compiled")
+"""
+
+
+def test_kernels_are_compiled_in_threads_and_nothing_is_launched(tmp_path) -> None:
+    # In a file, since a kernel's source is read from it.
+    program = tmp_path / "program.py"
+    program.write_text("from triton import jit as triton_jit, language as tl\n" + PROGRAM)
+    environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    import os
+
+    subprocess.run([sys.executable, "-P", str(program)], check=True, env={**os.environ, **environment})

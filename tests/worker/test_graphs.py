@@ -1,0 +1,124 @@
+"""Captured steps on a CPU: a "graph" that runs its step again and fills the result of the first time."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import Harness, Result, Row
+from tiny import write_checkpoint
+
+from specgen.sampling_params import SamplingParams
+from specgen.worker import forward_graphs, graphs
+from specgen.worker.forward_graphs import token_counts
+from specgen.worker.graphs import batch_sizes, rounded_seq_len
+
+ROWS = 24
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    if isinstance(result, torch.Tensor):
+        return [result]
+    return [] if result is None else [tensor for part in result for tensor in _tensors(part)]
+
+
+class Again:
+    """Stands for a captured graph."""
+
+    def __init__(self, run: Callable[[], Any], result: Any) -> None:
+        self._run, self._result = run, result
+        self.num_replays = 0
+
+    def replay(self) -> None:
+        self.num_replays += 1
+        for old, new in zip(_tensors(self._result), _tensors(self._run()), strict=True):
+            old.copy_(new)
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[Again]:
+    """What was captured since."""
+    all_graphs: list[Again] = []
+
+    def capture(run: Callable[[], Any], memory: object) -> tuple[Again, Any]:
+        result = run()
+        all_graphs.append(Again(run, result))
+        return all_graphs[-1], result
+
+    monkeypatch.setattr(graphs, "capture", capture)
+    monkeypatch.setattr(forward_graphs, "capture", capture)
+    monkeypatch.setattr("specgen.worker.model_runner.GraphMemory", lambda num_bytes: object())
+    return all_graphs
+
+
+def make_rows() -> list[Row]:
+    rng = random.Random(0)
+    return [
+        Row(
+            [rng.randrange(2, 60) for _ in range(rng.randint(3, 40))],
+            SamplingParams(
+                temperature=rng.choice([0.0, 1.0]),
+                top_k=rng.choice([0, 10]),
+                presence_penalty=rng.choice([0.0, 0.5]),
+                max_tokens=rng.randint(3, 20),
+            ),
+            seed=i,
+        )
+        for i in range(ROWS)
+    ]
+
+
+def ids(results: list[Result]) -> list[list[int]]:
+    return [result.token_ids for result in results]
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_captured_steps_of_padded_rows_and_tokens_change_nothing(k: int, tmp_path: Path, captured: list[Again]) -> None:
+    folder = write_checkpoint(tmp_path)
+    rows = make_rows()
+    alone = Harness(folder, k=0, max_num_seqs=1, prefix_caching=False)
+    want = ids([alone.run([row])[0] for row in rows])
+    harness = Harness(folder, k=k, max_num_seqs=7, budget=48)
+    runner = harness.worker.runner
+    runner.use_graphs(7, 48, 0)
+    assert runner.graphs is not None and runner.forward_graphs is not None
+    assert ids(harness.run(rows)) == want
+    assert runner.graphs.num_captured > 2 and runner.forward_graphs.num_captured >= 1
+    assert len(captured) == runner.graphs.num_captured + runner.forward_graphs.num_captured
+    assert sum(graph.num_replays for graph in captured) > 2 * len(captured)
+
+
+def test_steps_that_only_compile_are_of_every_kind_and_nobodys(tmp_path: Path, captured: list[Again]) -> None:
+    folder = write_checkpoint(tmp_path)
+    rows = make_rows()
+    want = ids(Harness(folder, k=2, max_num_seqs=7).run(rows))
+    harness = Harness(folder, k=2, max_num_seqs=7)
+    runner = harness.worker.runner
+    sizes: list[int] = []
+    forward = runner.target.forward
+
+    def note(input_ids: torch.Tensor, *args: Any) -> torch.Tensor:
+        sizes.append(len(input_ids))
+        return forward(input_ids, *args)
+
+    runner.target.forward = note
+    pool = runner.kv_caches.clone()
+    runner.run_all_kinds(7, 600)
+    assert sizes[:4] == [600, 512, 384, 256]
+    assert {size // 3 for size in sizes[4:]} == {1, 2, 4, 7} and not captured
+    assert torch.equal(runner.kv_caches[:, 1:], pool[:, 1:]), "of nobody nothing is written"
+    assert ids(harness.run(rows)) == want
+
+
+def test_ladders() -> None:
+    assert (
+        batch_sizes(1) == [1] and batch_sizes(7) == [1, 2, 4, 7] and batch_sizes(20) == [1, 2, 4, 8, 10, 12, 14, 16, 20]
+    )
+    assert token_counts(256) == [256] and token_counts(1000) == [256, 384, 512, 768, 1000]
+    for most in (5, 64, 256, 1000):
+        sizes = batch_sizes(most)
+        assert sizes[-1] == most and sizes == sorted(set(sizes))
+        assert all(4 * b <= 5 * a + 3 for a, b in zip(sizes, sizes[1:], strict=False) if a >= 8), "little padding"
+    assert [rounded_seq_len(n, 5000) for n in (1, 1024, 1025, 4097)] == [1024, 1024, 2048, 5000]
