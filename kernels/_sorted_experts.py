@@ -84,9 +84,14 @@ def sort_pairs(ids: torch.Tensor, num_experts: int, num_shared: int = 0, height:
     _count_kernel[(num_chunks,)](ids, counts, num_pairs, **options)
     _sort_kernel[(num_experts, num_chunks)](
         ids, counts, *pairs[:4], num_pairs, ids.shape[1], num_experts, num_shared, max_tiles, ROWS=height, GROUP=_GROUP,
-        CHUNKS=triton.next_power_of_2(num_chunks), **options,
+        CHUNKS=_looked_at(num_chunks), **options,
     )  # fmt: skip
     return pairs
+
+
+def _looked_at(num_chunks: int) -> int:
+    """Return how many chunks' counts a program of `_sort_kernel` looks at: a power of 8, for few kernels to compile."""
+    return 1 if num_chunks <= 1 else 8 * _looked_at(triton.cdiv(num_chunks, 8))
 
 
 def sorted_products(x: torch.Tensor, pairs: SortedPairs, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,14 @@ Request b's tiles start at number query_start_loc[b] // QUERIES + b, which leave
 from specgen.kernels._triton import tl, triton
 
 
+def looked_at(num_requests: int) -> int:
+    """Return how many requests a kernel looks at for its tile's: a power of 16, since each has a kernel of its own."""
+    most = 16
+    while most < num_requests:
+        most *= 16
+    return most
+
+
 @triton.jit
 def find_tile(
     tile,
@@ -20,7 +28,7 @@ def find_tile(
 ):
     """Return a tile's (slot, -1 if padded, first row of q, number of queries (0: no such tile), first position).
 
-    REQUESTS: a power of two, not below num_requests; all of them are looked at with one load.
+    REQUESTS: as `looked_at` says; all of them are looked at with one load.
     """
     each = tl.arange(0, REQUESTS)
     starts = tl.load(query_start_loc_ptr + each, mask=each < num_requests, other=0) // QUERIES + each

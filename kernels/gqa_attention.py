@@ -22,6 +22,7 @@ from specgen.kernels._gqa_splits import gqa_join_kernel, gqa_kernel
 from specgen.kernels._kv_cache import check_kv_cache
 from specgen.kernels._mla_plan import KEYS, Slab, plan_slabs
 from specgen.kernels._tile_attention import attend, pad_heads, tile_queries
+from specgen.kernels._tiles import looked_at
 from specgen.kernels._triton import can_use_tma, hopper_descriptor, is_hopper, launched, not_compiled, pdl, triton
 from specgen.kernels.float8_linear import FLOAT8
 
@@ -196,7 +197,7 @@ def gqa_attention_triton(
     sizes = (num_requests, num_heads)
     scale_log2 = scale * _LOG2_E
     shared = {"GROUP": group, "SPLIT_KEYS": _SPLIT_KEYS, "NO_MAX": _NO_MAX, "DIM": dim, "enable_fp_fusion": False}
-    shared |= {"REQUESTS": max(16, triton.next_power_of_2(num_requests)), **pdl()}  # fusion: loop and join round alike
+    shared |= {"REQUESTS": looked_at(num_requests), **pdl()}  # fusion: loop and join round alike
     paged = {"KV_HEADS": num_kv_heads, "STEP_KEYS": _STEP_KEYS, "KEY_START": key_start}
 
     blocks = _hopper_blocks(q, kv_cache)

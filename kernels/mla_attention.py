@@ -25,6 +25,7 @@ from specgen.kernels._mla_whole import mla_split_kernel
 from specgen.kernels._mla_wide import mla_scores_kernel, mla_values_kernel
 from specgen.kernels._mla_wide_hopper import mla_scores_hopper_kernel, mla_values_hopper_kernel
 from specgen.kernels._tile_attention import attend, pad_heads, tile_queries
+from specgen.kernels._tiles import looked_at
 from specgen.kernels._triton import can_use_tma, hopper_descriptor, is_hopper, launched, pdl, triton
 
 # On CUDA: rows of a tile (queries x heads), keys a step, keys of a split. Never a function of the batch.
@@ -203,7 +204,7 @@ def mla_attention_triton(
         rank,
         max(16, triton.next_power_of_2(width - kv_lora_rank)),
         {"STEP_KEYS": _STEP_KEYS, "KEY_START": key_start},
-        {"HEADS": heads, "QUERIES": queries, "REQUESTS": max(16, triton.next_power_of_2(num_requests)), **pdl()},
+        {"HEADS": heads, "QUERIES": queries, "REQUESTS": looked_at(num_requests), **pdl()},
     )
     run, run_hopper, form = (
         (_run_wide, _run_wide_hopper, "latent attention of few rows")

@@ -16,9 +16,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from specgen.kernels._triton import HAS_TRITON
+from specgen.models.families import TargetModel
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +38,12 @@ class _Zeros(TorchFunctionMode):
         return result.zero_() if func in _UNFILLED else result
 
 
-def compile_ahead(steps: Iterable[Callable[[], object]]) -> None:
-    """The kernels that `steps` launch are compiled, as many at once as there are cores.
+def compile_ahead(target: TargetModel, steps: Iterable[Callable[[], object]]) -> None:
+    """The kernels that `steps` of `target` launch are compiled, as many at once as there are cores.
 
-    None is launched: their results are zeros. One that can't be compiled says so when it is launched. Does nothing
-    without Triton, or with one that can't compile in threads (before 3.5).
+    Of the target's layers, steps go through one of each kind. No kernel is launched: their results are zeros. One that
+    can't be compiled says so when it is launched. Does nothing without Triton, or with one that can't compile in
+    threads (before 3.5).
     """
     if not HAS_TRITON:
         return
@@ -50,7 +53,7 @@ def compile_ahead(steps: Iterable[Callable[[], object]]) -> None:
         return
     started = time.perf_counter()
     threads = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1))
-    with threads, AsyncCompileMode(threads, ignore_errors=True), _only_compiled(), _Zeros():
+    with threads, AsyncCompileMode(threads, ignore_errors=True), _one_of_each_kind(target), _only_compiled(), _Zeros():
         for step in steps:
             step()
         seconds = time.perf_counter() - started
@@ -76,3 +79,15 @@ def _only_compiled() -> Iterator[None]:
         yield
     finally:
         JITFunction.run = launch
+
+
+@contextmanager
+def _one_of_each_kind(target: TargetModel) -> Iterator[None]:
+    """The target has one layer of each kind: the first with experts, and the first without."""
+    layers = target.layers
+    kinds = {type(layer.mlp): layer for layer in reversed(layers)}
+    target.layers = nn.ModuleList(kinds.values())
+    try:
+        yield
+    finally:
+        target.layers = layers

@@ -172,7 +172,7 @@ class DecodeGraphs:
         self._prepare(self._sizes[-1], num_drafts, self._max_seq_len, needs)[0]()
 
     def steps_of_all_kinds(self, num_drafts: int, needs: ProcessorNeeds) -> Iterator[Callable[[], object]]:
-        """Steps that launch what captured ones of any size do: of sizes in powers of two, of short and long rows."""
+        """Steps that launch what captured ones do, of the sizes that are powers of two, of short and of long rows."""
         for max_seq_len in sorted({rounded_seq_len(1, self._max_seq_len), self._max_seq_len}):
             for size in self._sizes:
                 if size & (size - 1) == 0 or size == self._sizes[-1]:

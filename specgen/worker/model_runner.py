@@ -197,10 +197,10 @@ class ModelRunner:
             self.states.block_tables
         ):
             step()
-        for is_random in (True, False):
-            needs = ProcessorNeeds(penalties=False, filters=False, noise=is_random)
-            for step in self._decode_graphs(max_num_seqs, None).steps_of_all_kinds(self.num_speculative_tokens, needs):
-                step()
+        graphs, greedy = self._decode_graphs(max_num_seqs, None), ProcessorNeeds(False, False, noise=False)
+        for step in graphs.steps_of_all_kinds(self.num_speculative_tokens, greedy._replace(noise=True)):
+            step()
+        graphs.run_largest(self.num_speculative_tokens, greedy)
 
     def _forward(self, input_ids: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         return self.target(input_ids, context, self.kv_caches)

@@ -325,7 +325,7 @@ class Worker:
         steps, runner = self._largest_steps()
         if self._uses_graphs:
             others = partial(runner.run_all_kinds, c.max_num_seqs, c.max_num_batched_tokens)
-            compile_ahead([steps.forward, steps.rest, steps.decode, others])
+            compile_ahead(self.model.target, [steps.forward, steps.rest, steps.decode, others])
         return plan_memory(
             c.device,
             steps,

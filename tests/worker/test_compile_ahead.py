@@ -1,7 +1,9 @@
 """Kernels compiled side by side before they are launched: by Triton's own compiler for a GPU that need not be there."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -54,7 +56,18 @@ def step():
         results.append(act.silu_mul_triton(rows.bfloat16()))
 
 
-compile_ahead([step, step])
+class Layer(torch.nn.Module):
+    def __init__(self, mlp):
+        super().__init__()
+        self.mlp = mlp
+
+
+target = torch.nn.Module()
+layers = [Layer(torch.nn.Identity()), Layer(torch.nn.Identity()), Layer(torch.nn.ReLU()), Layer(torch.nn.ReLU())]
+target.layers = all_layers = torch.nn.ModuleList(layers)
+seen = []
+compile_ahead(target, [step, lambda: seen.extend(target.layers), step])
+assert set(seen) == {layers[0], layers[2]} and target.layers is all_layers
 assert sorted(names) == [("_rms_norm_kernel", False)] + 2 * [("_silu_mul_kernel", False)], names
 assert clock.num_compiled == 3
 assert len(results) == 12 and not any(result.any() for result in results), "results are zeros"
@@ -72,9 +85,9 @@ def fails():
 
 
 try:
-    compile_ahead([fails])
+    compile_ahead(target, [fails])
 except KeyError:
-    assert JITFunction.run is run
+    assert JITFunction.run is run and target.layers is all_layers
 else:
     raise AssertionError("the step failed")
 
@@ -84,7 +97,7 @@ def broken(x_ptr, N: tl.constexpr):
     tl.static_assert(N == 1)
 
 
-compile_ahead([lambda: broken[(1,)](x, N=2)])
+compile_ahead(target, [lambda: broken[(1,)](x, N=2)])
 assert torch.empty(3).shape == (3,)
 try:
     broken[(1,)](x, N=2)
@@ -95,11 +108,9 @@ else:
 """
 
 
-def test_kernels_are_compiled_in_threads_and_nothing_is_launched(tmp_path) -> None:
+def test_kernels_are_compiled_in_threads_and_nothing_is_launched(tmp_path: Path) -> None:
     # In a file, since a kernel's source is read from it.
     program = tmp_path / "program.py"
     program.write_text("from triton import jit as triton_jit, language as tl\n" + PROGRAM)
-    environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    import os
-
-    subprocess.run([sys.executable, "-P", str(program)], check=True, env={**os.environ, **environment})
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    subprocess.run([sys.executable, "-P", str(program)], check=True, env=environment)

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -120,5 +121,5 @@ def test_ladders() -> None:
     for most in (5, 64, 256, 1000):
         sizes = batch_sizes(most)
         assert sizes[-1] == most and sizes == sorted(set(sizes))
-        assert all(4 * b <= 5 * a + 3 for a, b in zip(sizes, sizes[1:], strict=False) if a >= 8), "little padding"
+        assert all(4 * b <= 5 * a + 3 for a, b in pairwise(sizes) if a >= 8), "little padding"
     assert [rounded_seq_len(n, 5000) for n in (1, 1024, 1025, 4097)] == [1024, 1024, 2048, 5000]

@@ -38,6 +38,7 @@ class TargetModel(Protocol):
     config: Any
     embed_tokens: Any
     lm_head: Any
+    layers: Any
     norm: Any
     head_reads_normed: bool
 
