@@ -280,6 +280,7 @@ def _worker_config(recipe: Recipe, folder: Path) -> WorkerConfig:
         draft_folder=resolve_head(head) if (head := recipe.speculation.model) is not None else None,
         exact=is_exact(recipe.engine.exactness, device),
         kv_dtype=resolve_kv_dtype(recipe.model.kv_dtype, dtype, device),
+        widens_steps=recipe.engine.max_num_batched_tokens is None and device.type == "cuda",
     )
 
 
@@ -317,6 +318,7 @@ def _describe(worker: Worker, scheduler: Scheduler, load_seconds: float) -> dict
         "cpu_linear_mode": cpu_linear_mode() if is_cpu else None,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
         "num_speculative_tokens": config.num_speculative_tokens,
         "num_draft_layers": worker.num_draft_layers,
         "async_scheduling": scheduler.config.async_scheduling,

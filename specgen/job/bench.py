@@ -119,8 +119,11 @@ def run_bench(
     return bench.result(peer)
 
 
-def step_tokens(recipe: Recipe) -> int:
+def step_tokens(recipe: Recipe, engine: BenchEngine) -> int:
     """Return the most tokens of a step of the recipe's engine."""
+    there = engine.description.get("max_num_batched_tokens")
+    if isinstance(there, int):
+        return there
     return resolve_max_num_batched_tokens(recipe.engine.max_num_batched_tokens, resolve_device(recipe.model.device))
 
 
@@ -147,7 +150,7 @@ class _Bench:
         for case in self._cases:
             for recipe, is_headless in plan.candidates:
                 exactness = recipe.engine.exactness
-                case.sides.append(Side(recipe.speculation.num_tokens, step_tokens(recipe), exactness, is_headless))
+                case.sides.append(Side(recipe.speculation.num_tokens, exactness=exactness, is_headless=is_headless))
 
     def result(self, peer: PeerResult | None = None) -> BenchResult:
         """What is there so far."""
@@ -169,6 +172,7 @@ class _Bench:
         with self._make_engine(candidate) as engine:
             first_seconds = 0.0
             for workload, case in zip(plan.workloads, self._cases, strict=True):
+                case.sides[i].tokens_per_step = step_tokens(candidate.recipe, engine)
                 requests = self._requests(workload, candidate, engine)
                 self.prompts = [request.prompt_token_ids for request in requests]
                 case.rows, case.prompt_tokens = len(requests), sum(map(len, self.prompts))

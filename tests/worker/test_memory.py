@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from harness import Harness
+from tiny import write_checkpoint
 
 from specgen.errors import SpecgenError
+from specgen.models.deepseek_v3 import DeepseekV3ForCausalLM
 from specgen.worker import memory
+from specgen.worker import worker as worker_module
 from specgen.worker.memory import LargestSteps, MemoryBudget, plan_memory
 from specgen.worker.worker import Worker
 
@@ -150,3 +154,35 @@ def test_the_measured_step_leaves_nothing_behind(tiny: Path) -> None:
     harness = Harness(tiny, k=2, max_num_seqs=3, max_model_len=30)
     assert bool((harness.worker.kv_caches == 0).all())
     assert not harness.scheduler.requests
+
+
+@pytest.mark.parametrize(
+    ("left", "max_num_seqs", "want"),
+    [(200 * MIB, 4, 128), (100 * MIB, 4, 64), (200 * MIB, 1, 64)],
+    ids=["twice as many", "no room", "never filled"],
+)
+def test_steps_have_twice_the_tokens_where_memory_is_left(
+    left: int, max_num_seqs: int, want: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = Harness(write_checkpoint(tmp_path), k=1, budget=64, max_num_seqs=max_num_seqs, max_model_len=64)
+    assert harness.worker.config.max_num_batched_tokens == 64
+    measured: list[int] = []
+
+    def plan(device: torch.device, steps: LargestSteps, block_bytes: int, *args: object) -> MemoryBudget:
+        steps.forward()
+        steps.rest()
+        kv = 40 * block_bytes
+        return MemoryBudget(2000 * MIB, left + kv + 80 * MIB, 0, 60 * MIB, 20 * MIB, block_bytes, 40)
+
+    forward = DeepseekV3ForCausalLM.forward
+
+    def note(self: DeepseekV3ForCausalLM, input_ids: torch.Tensor, *args: Any) -> torch.Tensor:
+        measured.append(len(input_ids))
+        return forward(self, input_ids, *args)
+
+    monkeypatch.setattr(worker_module, "plan_memory", plan)
+    monkeypatch.setattr(DeepseekV3ForCausalLM, "forward", note)
+    worker = Worker(replace(harness.worker.config, widens_steps=True))
+    assert worker.config.max_num_batched_tokens == want
+    most = min(want, max_num_seqs * 63)
+    assert measured[-1] == most and len(measured) == 1 + (want == 128)
