@@ -130,7 +130,7 @@ class BenchSetup:
         from specgen.job.bench_figures import Machine
         from specgen.job.floor import DraftCosts, cost_model
         from specgen.worker.ceilings import measure_ceilings
-        from specgen.worker.worker import make_products_exact, resolve_kv_dtype
+        from specgen.worker.config import make_products_exact, resolve_kv_dtype
 
         console.note("measuring what the machine can do")
         if self.device.type == "cuda" and self.recipe.engine.exactness == "exact":
@@ -179,7 +179,7 @@ def set_up(
     folder = flags.config.parent if flags.config is not None else resolve_model(str(recipe.model.path))
     interrupts.hold()
     from specgen.models.config import read_config, resolve_max_model_len
-    from specgen.worker.worker import is_exact, resolve_device, resolve_dtype
+    from specgen.worker.config import is_exact, resolve_device, resolve_dtype
 
     interrupts.release()
     device = resolve_device(recipe.model.device)

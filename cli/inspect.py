@@ -25,7 +25,7 @@ def inspect_folder(section: ModelSection, head: str | None, *, self_test: bool, 
     folder = resolve_model(section.path)
     head_folder = resolve_head(head) if head is not None else None
     from specgen.job.inspection import inspect_model
-    from specgen.worker.worker import make_products_exact, resolve_device, resolve_dtype, resolve_kv_dtype
+    from specgen.worker.config import make_products_exact, resolve_device, resolve_dtype, resolve_kv_dtype
 
     where = resolve_device(section.device)
     if where.type == "cuda":

@@ -28,14 +28,7 @@ from specgen.models.config import read_config, resolve_max_model_len
 from specgen.models.weights import OnProgress
 from specgen.recipe import Recipe
 from specgen.tokenizer import added_token_ids
-from specgen.worker.labels import StepLabels
-from specgen.worker.speculator import DRAFTING, Drafting
-from specgen.worker.startup import StartUp
-from specgen.worker.timing import DecodeTimes
-from specgen.worker.trace import StepTrace
-from specgen.worker.worker import (
-    DrafterFactory,
-    Worker,
+from specgen.worker.config import (
     WorkerConfig,
     check_float8,
     is_exact,
@@ -45,6 +38,12 @@ from specgen.worker.worker import (
     resolve_kv_dtype,
     resolve_max_num_batched_tokens,
 )
+from specgen.worker.labels import StepLabels
+from specgen.worker.speculator import DRAFTING, Drafting
+from specgen.worker.startup import StartUp
+from specgen.worker.timing import DecodeTimes
+from specgen.worker.trace import StepTrace
+from specgen.worker.worker import DrafterFactory, Worker
 
 logger = logging.getLogger(__name__)
 

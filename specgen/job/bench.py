@@ -24,8 +24,8 @@ from specgen.job.trace import idle, read_trace, summarize, traced_steps
 from specgen.job.workloads import Workload
 from specgen.recipe import Recipe
 from specgen.stats import counted
+from specgen.worker.config import resolve_device, resolve_max_num_batched_tokens
 from specgen.worker.trace import StepTrace
-from specgen.worker.worker import resolve_device, resolve_max_num_batched_tokens
 
 _WARM_UP_TOKENS = 8
 # Steps of all rows in a row, below which a pass is made that has nothing else.

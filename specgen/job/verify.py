@@ -26,8 +26,7 @@ from specgen.recipe import Recipe
 from specgen.stats import counted
 from specgen.stops import stop_check_of
 from specgen.tokenizer import Tokenizer, eos_token_ids
-from specgen.worker.probe import PositionLogits, Probe
-from specgen.worker.worker import (
+from specgen.worker.config import (
     WorkerConfig,
     is_exact,
     resolve_block_size,
@@ -36,6 +35,7 @@ from specgen.worker.worker import (
     resolve_kv_dtype,
     resolve_max_num_batched_tokens,
 )
+from specgen.worker.probe import PositionLogits, Probe
 
 
 class VerifyRow(NamedTuple):

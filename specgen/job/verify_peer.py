@@ -18,8 +18,8 @@ from specgen.job.verify import Answer, Found, VerifyRow
 from specgen.recipe import Recipe
 from specgen.sampling_params import SamplingParams
 from specgen.stats import counted
+from specgen.worker.config import resolve_device, resolve_dtype
 from specgen.worker.probe import PositionLogits
-from specgen.worker.worker import resolve_device, resolve_dtype
 
 # What a greedy row may set and still get the largest logit everywhere: filters keep it, the rest only ends the row.
 _KEEPS_LARGEST = frozenset(

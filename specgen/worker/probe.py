@@ -19,10 +19,11 @@ import torch
 from specgen.engine.request import EngineRequest
 from specgen.engine.scheduler import NewRow, ScheduledRow, SchedulerOutput
 from specgen.kernels.gumbel import gumbel_noise
+from specgen.worker.config import WorkerConfig
 from specgen.worker.input_batch import InputBatch
 from specgen.worker.model_runner import LogitsSeen
 from specgen.worker.states import RequestStates
-from specgen.worker.worker import Worker, WorkerConfig
+from specgen.worker.worker import Worker
 
 
 class PositionLogits(NamedTuple):

@@ -15,7 +15,7 @@ from specgen.kernels.linear import (
     linear_logits,
     linear_triton,
 )
-from specgen.worker.worker import make_products_exact
+from specgen.worker.config import make_products_exact
 
 Subsets = Callable[[int], Iterator[torch.Tensor]]
 

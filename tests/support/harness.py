@@ -20,10 +20,11 @@ from specgen.models.cheap_drafts import AS_LOADED, CheapDrafts
 from specgen.models.config import read_config
 from specgen.sampling_params import SamplingParams
 from specgen.stats import SpecStats
+from specgen.worker.config import WorkerConfig
 from specgen.worker.input_batch import InputBatch
 from specgen.worker.speculator import DRAFTING, Drafting
 from specgen.worker.states import RequestStates
-from specgen.worker.worker import DrafterFactory, Worker, WorkerConfig
+from specgen.worker.worker import DrafterFactory, Worker
 
 
 @dataclass

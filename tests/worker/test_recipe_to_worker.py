@@ -14,7 +14,7 @@ from specgen.errors import RecipeError
 from specgen.model_path import resolve_model
 from specgen.models.cheap_drafts import CutHead, Float8Linear
 from specgen.recipe import recipe_from_settings
-from specgen.worker.worker import check_float8, is_exact, resolve_kv_dtype
+from specgen.worker.config import check_float8, is_exact, resolve_kv_dtype
 
 SIZES = ("engine.max_num_seqs=2", "engine.max_num_batched_tokens=64", "engine.max_model_len=64", "model.device=cpu")
 
