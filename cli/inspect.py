@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from specgen.cli import codes
 from specgen.cli.render import Console, to_stdout
 from specgen.model_path import resolve_head, resolve_model
-from specgen.recipe import ModelSection
+from specgen.recipe_sections import ModelSection
 from specgen.stats import counted
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import typer
 from specgen.cli import bench_options as opts
 from specgen.cli.endings import exit_codes
 from specgen.cli.options import JsonFile, RecipeFile, Sets
-from specgen.recipe import ModelSection
+from specgen.recipe_sections import ModelSection
 
 VERIFY_RULE = (
     "A difference is a near-tie if both sides' logits there differ by no more than rounding does, 20 tolerances, and"

@@ -8,7 +8,8 @@ import yaml
 from specgen import yaml_lines
 from specgen.errors import RecipeError
 from specgen.model_path import bundled_heads, known_names
-from specgen.recipe import KEYS, Recipe, SpeculationSection, load_recipe, recipe_from_settings
+from specgen.recipe import KEYS, Recipe, load_recipe, recipe_from_settings
+from specgen.recipe_sections import SpeculationSection
 from specgen.sampling_params import SamplingError
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))

@@ -25,7 +25,8 @@ from typing import NamedTuple
 from specgen.engine.draft_length import DraftLength
 from specgen.engine.executor import Executor, StepResult
 from specgen.engine.request import EngineOutput, EngineRequest
-from specgen.engine.scheduler import ModelRunnerOutput, Scheduler, SchedulerOutput
+from specgen.engine.scheduler import Scheduler
+from specgen.engine.step import ModelRunnerOutput, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from specgen.engine.scheduler import SchedulerOutput
+from specgen.engine.step import SchedulerOutput
 
 _SAMPLES = 6  # steps of a trial
 _LOOK_AGAIN = 512  # steps from one look at other numbers to the next

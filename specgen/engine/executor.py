@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from specgen.engine.scheduler import ModelRunnerOutput, SchedulerOutput
+from specgen.engine.step import ModelRunnerOutput, SchedulerOutput
 
 
 class StepResult(Protocol):

@@ -11,10 +11,8 @@ out, and recomputed later. Drafts shrink before anybody is preempted.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from specgen.engine.kv_blocks import KVBlockManager
 from specgen.engine.request import (
@@ -26,7 +24,7 @@ from specgen.engine.request import (
     Status,
     TokenLogprob,
 )
-from specgen.sampling_params import SamplingParams
+from specgen.engine.step import ModelRunnerOutput, NewRow, ScheduledRow, SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,95 +38,6 @@ class SchedulerConfig:
     num_draft_layers: int
     async_scheduling: bool
     eos_token_ids: frozenset[int]
-
-
-class NewRow(NamedTuple):
-    """What the worker needs when a request takes a slot. `token_ids`: the prompt and, after preemption, the output.
-
-    `eos_token_ids`: those that end the row, like `params.stop_token_ids`. `max_total_len`: prompt and output together
-    when it ends at the latest.
-    """
-
-    slot: int
-    token_ids: list[int]
-    num_prompt_tokens: int
-    params: SamplingParams
-    seed: int
-    num_computed_tokens: int
-    kv_start: int
-    eos_token_ids: frozenset[int] = frozenset()
-    max_total_len: int = 2**31 - 1
-
-
-class ScheduledRow(NamedTuple):
-    """A request's part of a step: `num_tokens` inputs, the last `num_draft_tokens` of them drafts.
-
-    `new_blocks` go into the block table from index `first_block` on. `num_computed_after` is exact for a row that does
-    not sample, else an upper bound. `epoch` tells whether the request was preempted since.
-    """
-
-    request_id: int
-    slot: int
-    num_tokens: int
-    num_draft_tokens: int
-    samples: bool
-    new_blocks: list[int]
-    first_block: int
-    epoch: int
-    num_computed_after: int
-
-    @property
-    def is_decode(self) -> bool:
-        """Whether it is the request's last token and drafts, nothing of a prompt besides."""
-        return self.samples and self.num_tokens == 1 + self.num_draft_tokens
-
-
-@dataclass(slots=True)
-class SchedulerOutput:
-    """One step: rows in batch order, and how many drafts are of use after it (`num_spec_tokens`).
-
-    `draft_limit`: how many drafts a row could have at most. `ended`: last outputs of requests that ended for want of
-    blocks.
-    """
-
-    rows: list[ScheduledRow] = field(default_factory=list)
-    new_rows: list[NewRow] = field(default_factory=list)
-    num_spec_tokens: int = 0
-    draft_limit: int = 0
-    ended: list[EngineOutput] = field(default_factory=list)
-
-    @property
-    def num_decode_rows(self) -> int:
-        """Its rows if all of them only decode, else 0."""
-        return len(self.rows) if all(row.is_decode for row in self.rows) else 0
-
-    @property
-    def num_tokens(self) -> int:
-        """Input tokens of the step."""
-        return sum(row.num_tokens for row in self.rows)
-
-
-class PromptLogprobs(NamedTuple):
-    """Log-probabilities of prompt tokens from index `first` on."""
-
-    first: int
-    values: list[TokenLogprob]
-
-
-class ModelRunnerOutput(NamedTuple):
-    """What a step sampled: for each row, in order, its committed token ids ([] for an unfinished prefill).
-
-    A row's ids stop where it ends by an end id or its length; one that ended in an earlier step has none.
-    `NAN_TOKEN` stands for a token that could not be sampled. num_accepted: how many of each row's ids were drafts.
-
-    logprobs: those of each row's tokens, [] for a row that wants none; None if no row does. prompt_logprobs: by the
-    index of the row.
-    """
-
-    sampled_token_ids: list[list[int]]
-    num_accepted: list[int]
-    logprobs: list[list[TokenLogprob]] | None = None
-    prompt_logprobs: Mapping[int, PromptLogprobs] = MappingProxyType({})
 
 
 class Scheduler:

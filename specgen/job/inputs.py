@@ -22,7 +22,7 @@ from specgen.job.readers import BadRow, Line, RowReader, jsonl_lines
 from specgen.job.tables import arrow_lines, csv_lines, dataset_lines, line_of, parquet_lines
 from specgen.job.unpack import opened
 from specgen.model_path import HUB_ID
-from specgen.recipe import InputSection
+from specgen.recipe_sections import InputSection
 
 _FORMATS = {
     ".csv": "csv",

@@ -19,7 +19,7 @@ from specgen.errors import InputError, RowError
 from specgen.job.contents import Base64
 from specgen.job.readers import Line, refuse_foreign
 from specgen.job.unpack import opened, optional_module
-from specgen.recipe import InputSection
+from specgen.recipe_sections import InputSection
 
 _TABLE_BATCH = 256  # rows of a table in memory at once
 _PARQUET_BUFFER = 1 << 20  # bytes of a column that are read at once; without it, a whole row group is

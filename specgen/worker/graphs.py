@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from specgen.engine.scheduler import ScheduledRow
+from specgen.engine.step import ScheduledRow
 from specgen.kernels.logprobs import Logprobs
 from specgen.kernels.prepare_inputs import prepare_inputs
 from specgen.kernels.rejection import live_slots

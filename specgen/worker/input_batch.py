@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from specgen.engine.scheduler import ScheduledRow
+from specgen.engine.step import ScheduledRow
 from specgen.kernels.prepare_inputs import prepare_inputs
 from specgen.kernels.rejection import live_slots
 from specgen.models.context import AttentionContext

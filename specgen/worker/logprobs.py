@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from specgen.engine.request import TokenLogprob
-from specgen.engine.scheduler import PromptLogprobs, ScheduledRow
+from specgen.engine.step import PromptLogprobs, ScheduledRow
 from specgen.kernels.logprobs import Logprobs, gather_logprobs
 from specgen.worker.states import RequestStates, to_device
 

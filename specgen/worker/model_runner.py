@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from specgen.engine.request import NAN_TOKEN
-from specgen.engine.scheduler import ScheduledRow, SchedulerOutput
+from specgen.engine.step import ScheduledRow, SchedulerOutput
 from specgen.kernels.logprobs import Logprobs, gather_logprobs
 from specgen.kernels.post_update import post_update
 from specgen.kernels.ratio import ratio_sample

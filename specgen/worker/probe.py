@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from specgen.engine.request import EngineRequest
-from specgen.engine.scheduler import NewRow, ScheduledRow, SchedulerOutput
+from specgen.engine.step import NewRow, ScheduledRow, SchedulerOutput
 from specgen.kernels.gumbel import gumbel_noise
 from specgen.worker.config import WorkerConfig
 from specgen.worker.input_batch import InputBatch

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from specgen.engine.scheduler import ModelRunnerOutput
+from specgen.engine.step import ModelRunnerOutput
 from specgen.worker.logprobs import PromptPart, SampledLogprobs
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from specgen.engine.kv_blocks import NULL_BLOCK
-from specgen.engine.scheduler import NewRow, ScheduledRow
+from specgen.engine.step import NewRow, ScheduledRow
 from specgen.kernels.penalties import id_mask_of
 from specgen.sampling_params import MAX_BAD_WORD_IDS, MAX_BAD_WORDS, MAX_LOGIT_BIASES, SamplingParams
 

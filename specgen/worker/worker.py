@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from specgen.engine.scheduler import NewRow, ScheduledRow, SchedulerOutput
+from specgen.engine.step import NewRow, ScheduledRow, SchedulerOutput
 from specgen.errors import ModelError
 from specgen.models.loading import load_model
 from specgen.models.packing import pack_products

@@ -17,7 +17,8 @@ from specgen.engine.core import Abort, Add, EngineCore, Stop
 from specgen.engine.executor import UniProcExecutor
 from specgen.engine.kv_blocks import KVBlockManager
 from specgen.engine.request import EngineOutput, EngineRequest
-from specgen.engine.scheduler import ModelRunnerOutput, Scheduler, SchedulerConfig, SchedulerOutput
+from specgen.engine.scheduler import Scheduler, SchedulerConfig
+from specgen.engine.step import ModelRunnerOutput, SchedulerOutput
 from specgen.errors import EngineError
 from specgen.sampling_params import SamplingParams
 

@@ -10,7 +10,7 @@ import pytest
 from harness import Harness, Restless, Row, oracle, reference
 
 from specgen.engine.draft_length import DraftLength
-from specgen.engine.scheduler import ScheduledRow, SchedulerOutput
+from specgen.engine.step import ScheduledRow, SchedulerOutput
 from specgen.sampling_params import SamplingParams
 
 Seconds = Callable[[int, int], float]  # of a step of so many rows with so many drafts

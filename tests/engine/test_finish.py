@@ -13,7 +13,7 @@ import pytest
 import torch
 from harness import Harness, Result, Row, oracle, reference, run_rows
 
-from specgen.engine.scheduler import SchedulerOutput
+from specgen.engine.step import SchedulerOutput
 from specgen.sampling_params import SamplingParams
 
 VOCAB = 64

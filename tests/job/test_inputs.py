@@ -19,7 +19,8 @@ from specgen.job import tables, unpack
 from specgen.job.inputs import MAX_SHOWN, GivenRows, Input, duplicates_error
 from specgen.job.prompts import PromptBuilder
 from specgen.job.readers import BadRow, Row
-from specgen.recipe import InputSection, recipe_from_settings
+from specgen.recipe import recipe_from_settings
+from specgen.recipe_sections import InputSection
 from specgen.tokenizer import Tokenizer
 
 ROWS = [{"id": f"r{i}", "prompt": f"täxt {i}", "n": i} for i in range(700)]

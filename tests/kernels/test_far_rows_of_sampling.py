@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from specgen.engine.scheduler import NewRow
+from specgen.engine.step import NewRow
 from specgen.kernels import _filter_rows, logprobs, no_repeat_ngram, ratio, softcap
 from specgen.kernels.sample_tokens import LogitsRows, SamplingTables, Wanted, sample_tokens_torch, sample_tokens_triton
 from specgen.sampling_params import SamplingParams

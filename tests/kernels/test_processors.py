@@ -9,7 +9,7 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
-from specgen.engine.scheduler import NewRow
+from specgen.engine.step import NewRow
 from specgen.sampling_params import SamplingParams
 from specgen.worker.input_batch import ProcessorNeeds
 from specgen.worker.sampler import Sampler, SamplingRows

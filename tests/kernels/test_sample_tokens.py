@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from specgen.engine.scheduler import NewRow
+from specgen.engine.step import NewRow
 from specgen.kernels import _draw, _filter_rows
 from specgen.kernels.sample_tokens import (
     LogitsRows,

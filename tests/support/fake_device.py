@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from specgen.engine.kv_blocks import NULL_BLOCK, KVBlockManager, hash_block
-from specgen.engine.scheduler import ModelRunnerOutput, NewRow, ScheduledRow, SchedulerOutput
+from specgen.engine.step import ModelRunnerOutput, NewRow, ScheduledRow, SchedulerOutput
 
 VOCAB = 50
 

@@ -15,7 +15,8 @@ from specgen.engine.draft_length import DraftLength
 from specgen.engine.executor import UniProcExecutor
 from specgen.engine.kv_blocks import KVBlockManager
 from specgen.engine.request import EngineOutput, EngineRequest, StopCheck, TokenLogprob
-from specgen.engine.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
+from specgen.engine.scheduler import Scheduler, SchedulerConfig
+from specgen.engine.step import SchedulerOutput
 from specgen.models.cheap_drafts import AS_LOADED, CheapDrafts
 from specgen.models.config import read_config
 from specgen.sampling_params import SamplingParams

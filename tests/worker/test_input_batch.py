@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from specgen.engine.scheduler import NewRow, ScheduledRow
+from specgen.engine.step import NewRow, ScheduledRow
 from specgen.sampling_params import SamplingParams
 from specgen.worker.input_batch import build_batch, host_batch
 from specgen.worker.processor_needs import FewCombinations, ProcessorNeeds, processor_needs
