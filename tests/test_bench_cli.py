@@ -18,7 +18,7 @@ from specgen.cli.own_process import in_own_process
 from specgen.cli.signals import Interrupts
 from specgen.engine import client
 from specgen.job.bench_figures import Shape
-from specgen.worker import worker
+from specgen.worker import config as worker_config
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_each_mode_of_exactness_runs_in_a_process_of_its_own(
         return result
 
     monkeypatch.setattr(bench, "in_own_process", here)
-    for module in (worker, client):
+    for module in (worker_config, client):
         monkeypatch.setattr(module, "is_exact", lambda exactness, device: exactness == "exact")
     args = ["--config", config, "--random-weights", "--shape", "2x8x12", "-k", "0,1", "--exactness", "exact,fast"]
     assert main(["bench", *args, "--rounds", "1", "--json", "-"]) == 0
