@@ -118,7 +118,7 @@ class BenchSetup:
                 side.recipe,
                 self.folder,
                 eos,
-                on_load_progress=LoadView(console),
+                progress=LoadView(console),
                 random_weights=self.flags.random_weights,
                 is_headless=side.is_headless,
             )

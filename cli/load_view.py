@@ -1,4 +1,4 @@
-"""Says how far the weights of a model are while it is loaded."""
+"""Says how far a model is while it is loaded, and its kernels while they are compiled."""
 
 import time
 
@@ -8,18 +8,29 @@ _LINE_SECONDS = 2.0
 
 
 class LoadView:
-    """A note every few seconds with bytes and rate; nothing for what is loaded sooner. Called from any thread."""
+    """A note every few seconds; nothing for what is done sooner. Called from any thread."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._started = self._last = time.perf_counter()
+        self._started = {"weights": time.perf_counter()}
+        self._last = dict(self._started)
 
-    def __call__(self, num_bytes: int, total: int) -> None:
-        """`num_bytes` of `total` are there."""
+    def weights(self, num_bytes: int, total: int) -> None:
+        """Of `total` bytes so many are in place: a note with bytes and rate."""
+        if (seconds := self._seconds_if_due("weights", num_bytes == total)) is not None:
+            rate = num_bytes / max(1e-9, seconds)
+            self._console.note(f"weights: {num_bytes / 1e9:.1f} of {total / 1e9:.1f} GB, {rate / 1e9:.1f} GB/s")
+
+    def kernels(self, num_compiled: int, total: int) -> None:
+        """Of the kernels that are known to be needed, so many are compiled."""
+        if (seconds := self._seconds_if_due("kernels", num_compiled == total)) is not None:
+            self._console.note(f"compiling kernels, once on this machine: {num_compiled} of {total}, {seconds:.0f} s")
+
+    def _seconds_if_due(self, what: str, is_end: bool) -> float | None:
+        """Seconds since the first call for `what`, if they are worth a note now; the end is, if there was one."""
         now = time.perf_counter()
-        is_end = num_bytes == total and self._last > self._started
-        if now - self._last < _LINE_SECONDS and not is_end:
-            return
-        self._last = now
-        rate = num_bytes / max(1e-9, now - self._started)
-        self._console.note(f"weights: {num_bytes / 1e9:.1f} of {total / 1e9:.1f} GB, {rate / 1e9:.1f} GB/s")
+        started, last = self._started.setdefault(what, now), self._last.setdefault(what, now)
+        if now - last < _LINE_SECONDS and not (is_end and last > started):
+            return None
+        self._last[what] = now
+        return now - started

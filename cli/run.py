@@ -136,7 +136,7 @@ def _run_session(
 
     interrupts.release()
     eos = eos_token_ids(folder, session.tokenizer)
-    with EngineClient.create(recipe, folder, eos, on_load_progress=LoadView(console)) as engine:
+    with EngineClient.create(recipe, folder, eos, progress=LoadView(console)) as engine:
         for line in _engine_lines(engine.description):
             console.note(line)
         shares_terminal = target.path == "-" and sys.stdout.isatty()

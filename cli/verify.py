@@ -98,7 +98,7 @@ def _compare(recipe: Recipe, interrupts: Interrupts, against: str, num_rows: int
     note = console.note
 
     def make_engine(side: Recipe) -> EngineClient:
-        return EngineClient.create(side, folder, eos, on_load_progress=LoadView(console))
+        return EngineClient.create(side, folder, eos, progress=LoadView(console))
 
     if against == "transformers":
         require_largest_logit(rows)

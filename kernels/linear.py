@@ -1,7 +1,7 @@
 """Dense products whose row bits don't depend on how many rows are in the call.
 
-On CUDA cuBLAS does it, once its workspace is taken away (the worker sets that before the first use); few rows of a
-product by heads go through a kernel of their own, to the same bits. On the CPU the library picks its kernel by row
+On CUDA cuBLAS does it, once its workspace is taken away (the worker sets that before the first use); few rows go
+through kernels of their own, to the same bits. On the CPU the library picks its kernel by row
 count: measured (AVX-512, MKL, float32, 1 and 2 threads) rows are equal for every count from 12 up and others below, in
 bfloat16 for every count. So rows are padded to a multiple of 16, and a self-test of a few milliseconds at the first use
 of a shape falls back to products over one fixed block of rows where that doesn't hold, and to single rows where even
@@ -39,9 +39,11 @@ _MANY_TILE = (64, 64, 128, 4)
 _FEW_DENSE_ROWS = 16
 _DENSE_TILE = (64, 256, 5)
 _DENSE_PROGRAMS = 132
-# Of a product by heads for few rows.
-_FEW_BATCHED_ROWS = 16
-_BATCHED_COLUMNS = 64
+# Of a product by heads for few rows: the most of them, a tile's columns, and its inner step beyond 16 rows. So many
+# programs fit into a GPU at once, and no fewer should run if rows can be shared out among more.
+_FEW_BATCHED_ROWS = 128
+_BATCHED_COLUMNS, _BATCHED_STEP = 64, 128
+_BATCHED_PROGRAMS = (96, 264)
 _TEST_COUNTS = (16, 32, 48, 112)
 _TEST_ITEMS = (1, 2, 3, 8)
 
@@ -183,21 +185,26 @@ def batched_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | No
 
 def _are_few_by_heads(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether `_few_batched` is for this product: where its bits were found to be cuBLAS's, in bfloat16 on Hopper."""
-    inner = weight.shape[2]
+    num_heads, num_columns, inner = weight.shape
     fits = inner & (inner - 1) == 0 and 16 <= inner <= 512 and weight.is_contiguous()
-    return len(x) <= _FEW_BATCHED_ROWS and fits and x.dtype == torch.bfloat16 and is_hopper()
+    is_wave = len(x) <= 16 or num_heads * triton.cdiv(num_columns, _BATCHED_COLUMNS) <= _BATCHED_PROGRAMS[1]
+    return len(x) <= _FEW_BATCHED_ROWS and is_wave and fits and x.dtype == torch.bfloat16 and is_hopper()
 
 
 def _few_batched(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Do what `batched_linear` does for few rows: a whole head's weight is on its way before x is known.
+    """Do what `batched_linear` does for few rows: a head's weight, or its first part, is on its way before x is known.
 
     So the kernel before this one must not be what wrote the weight.
     """
     num_heads, num_columns, inner = weight.shape
-    grid = (num_heads, triton.cdiv(num_columns, _BATCHED_COLUMNS))
-    _batched_linear_kernel[grid](
+    tiles = triton.cdiv(num_columns, _BATCHED_COLUMNS)
+    rows = triton.next_power_of_2(max(16, len(x)))
+    while rows > 32 and num_heads * tiles * triton.cdiv(len(x), rows) < _BATCHED_PROGRAMS[0]:
+        rows //= 2
+    _batched_linear_kernel[(num_heads, tiles, triton.cdiv(len(x), rows))](
         x, x.stride(0), x.stride(1), weight, out, out.stride(0), out.stride(1), len(x), num_columns, INNER=inner,
-        ROWS=_FEW_BATCHED_ROWS, COLUMNS=_BATCHED_COLUMNS, num_warps=4, **pdl(),
+        STEP=inner if rows == 16 else min(inner, _BATCHED_STEP), ROWS=rows, COLUMNS=_BATCHED_COLUMNS,
+        num_warps=8 if rows == 128 else 4, **pdl(),
     )  # fmt: skip
     return out
 
@@ -214,6 +221,7 @@ def _batched_linear_kernel(
     num_rows,
     num_columns,
     INNER: tl.constexpr,
+    STEP: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
@@ -221,14 +229,18 @@ def _batched_linear_kernel(
     """out[row, head] = weight[head] @ x[row, head]. The weight stands on the left, as in the library's own kernels."""
     head = tl.program_id(0)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    k = tl.arange(0, INNER)
-    rows = tl.arange(0, ROWS)
-    weight_rows = weight_ptr + (head * num_columns + columns).to(tl.int64)[:, None] * INNER
-    weight = tl.load(weight_rows + k[None, :], mask=(columns < num_columns)[:, None], other=0.0)
+    k = tl.arange(0, STEP)
+    rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    weight_rows = weight_ptr + (head * num_columns + columns).to(tl.int64)[:, None] * INNER + k[None, :]
+    weight = tl.load(weight_rows, mask=(columns < num_columns)[:, None], other=0.0)
     wait_for_inputs(PDL)
-    x_rows = x_ptr + rows[None, :].to(tl.int64) * x_stride + head * x_head_stride
-    x = tl.load(x_rows + k[:, None], mask=(rows < num_rows)[None, :], other=0.0)
-    acc = tl.dot(weight, x, input_precision="ieee")
+    x_rows = x_ptr + rows[None, :].to(tl.int64) * x_stride + head * x_head_stride + k[:, None]
+    acc = tl.zeros([COLUMNS, ROWS], tl.float32)
+    for start in tl.static_range(0, INNER, STEP):
+        x = tl.load(x_rows + start, mask=(rows < num_rows)[None, :], other=0.0)
+        if start > 0:
+            weight = tl.load(weight_rows + start, mask=(columns < num_columns)[:, None], other=0.0)
+        acc = tl.dot(weight, x, acc, input_precision="ieee")
     target = out_ptr + rows[None, :].to(tl.int64) * out_stride + head * out_head_stride + columns[:, None]
     mask = (rows < num_rows)[None, :] & (columns < num_columns)[:, None]
     tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=mask)

@@ -15,7 +15,7 @@ def test_a_slow_load_is_told_every_two_seconds_and_at_its_end(
     view = LoadView(Console())
     for done in range(1, 11):
         now[0] += 0.5
-        view(done * 10**9, 10 * 10**9)
+        view.weights(done * 10**9, 10 * 10**9)
     assert capsys.readouterr().err.splitlines() == [
         "weights: 4.0 of 10.0 GB, 2.0 GB/s",
         "weights: 8.0 of 10.0 GB, 2.0 GB/s",
@@ -25,6 +25,28 @@ def test_a_slow_load_is_told_every_two_seconds_and_at_its_end(
 
 def test_a_quick_load_is_not_worth_a_word(capsys: pytest.CaptureFixture[str]) -> None:
     view = LoadView(Console())
-    view(5, 10)
-    view(10, 10)
+    view.weights(5, 10)
+    view.weights(10, 10)
+    view.kernels(0, 1)
+    view.kernels(1, 1)
     assert capsys.readouterr().err == ""
+
+
+def test_kernels_that_take_long_are_told_apart_from_the_weights(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(load_view.time, "perf_counter", lambda: now[0])
+    view = LoadView(Console())
+    now[0] = 9.0
+    view.kernels(0, 1)
+    for done in range(1, 6):
+        now[0] += 1.5
+        view.kernels(done, 6)
+    now[0] += 0.5
+    view.kernels(6, 6)
+    assert capsys.readouterr().err.splitlines() == [
+        "compiling kernels, once on this machine: 2 of 6, 3 s",
+        "compiling kernels, once on this machine: 4 of 6, 6 s",
+        "compiling kernels, once on this machine: 6 of 6, 8 s",
+    ]

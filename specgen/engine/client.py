@@ -25,7 +25,6 @@ from specgen.kernels.linear import cpu_linear_mode
 from specgen.model_path import resolve_head
 from specgen.models.cheap_drafts import CheapDrafts
 from specgen.models.config import read_config, resolve_max_model_len
-from specgen.models.weights import OnProgress
 from specgen.recipe import Recipe
 from specgen.tokenizer import added_token_ids
 from specgen.worker.config import (
@@ -40,7 +39,7 @@ from specgen.worker.config import (
 )
 from specgen.worker.labels import StepLabels
 from specgen.worker.speculator import DRAFTING, Drafting
-from specgen.worker.startup import StartUp
+from specgen.worker.startup import Progress, StartUp
 from specgen.worker.timing import DecodeTimes
 from specgen.worker.trace import StepTrace
 from specgen.worker.worker import DrafterFactory, Worker
@@ -96,7 +95,7 @@ class EngineClient:
         eos_token_ids: Iterable[int],
         drafter_factory: DrafterFactory | None = None,
         check: bool = False,
-        on_load_progress: OnProgress | None = None,
+        progress: Progress | None = None,
         random_weights: bool = False,
         drafting: Drafting = DRAFTING,
         is_headless: bool = False,
@@ -104,9 +103,8 @@ class EngineClient:
         """Loads the model in `folder` as the recipe says and starts the loop.
 
         `drafter_factory` replaces the model's draft layers; `check` asserts the conservation laws after every step.
-        `on_load_progress(bytes so far, in all)` is called from other threads while the weights are read. With
-        `random_weights`, `folder` needs to hold nothing but the model's configuration. `drafting`: how drafts are
-        drawn. `is_headless`: the model is taken as if it had no draft layers.
+        `progress` is told how far the start is. With `random_weights`, `folder` needs to hold nothing but the model's
+        configuration. `drafting`: how drafts are drawn. `is_headless`: the model is taken as if it had no draft layers.
 
         Raises:
             ModelError, EngineError, RecipeError: model, machine and recipe do not fit together.
@@ -125,7 +123,7 @@ class EngineClient:
                 config = replace(config, folder=None)
             if is_headless:
                 config = replace(config, model=replace(config.model, num_nextn_predict_layers=0))  # type: ignore[type-var]
-            worker = Worker(config, drafter_factory, on_load_progress)
+            worker = Worker(config, drafter_factory, progress)
             if not random_weights and recipe.speculation.method != "synthetic":
                 test_head(worker, folder, recipe.speculation.self_test)
             caching = recipe.engine.enable_prefix_caching

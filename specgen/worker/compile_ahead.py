@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,12 +38,37 @@ class _Zeros(TorchFunctionMode):
         return result.zero_() if func in _UNFILLED else result
 
 
-def compile_ahead(target: TargetModel, steps: Iterable[Callable[[], object]]) -> None:
+class _Threads(ThreadPoolExecutor):
+    """As many as there are cores; says how many of the tasks so far are done."""
+
+    def __init__(self, on_progress: Callable[[int, int], None] | None) -> None:
+        super().__init__(min(_MOST_THREADS, os.cpu_count() or 1))
+        self._on_progress = on_progress
+        self._futures: list[Future[Any]] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """As an executor does."""
+        future = super().submit(fn, *args, **kwargs)
+        self._futures.append(future)
+        self._tell(future)
+        future.add_done_callback(self._tell)
+        return future
+
+    def _tell(self, _: Future[Any]) -> None:
+        if self._on_progress is not None:
+            self._on_progress(sum(future.done() for future in self._futures), len(self._futures))
+
+
+def compile_ahead(
+    target: TargetModel,
+    steps: Iterable[Callable[[], object]],
+    on_progress: Callable[[int, int], None] | None = None,
+) -> None:
     """The kernels that `steps` of `target` launch are compiled, as many at once as there are cores.
 
     Of the target's layers, steps go through one of each kind. No kernel is launched: their results are zeros. One that
-    can't be compiled says so when it is launched. Does nothing without Triton, or with one that can't compile in
-    threads (before 3.5).
+    can't be compiled says so when it is launched. `on_progress(compiled, known so far)` is told from any thread. Does
+    nothing without Triton, or with one that can't compile in threads (before 3.5).
     """
     if not HAS_TRITON:
         return
@@ -52,7 +77,7 @@ def compile_ahead(target: TargetModel, steps: Iterable[Callable[[], object]]) ->
     except ImportError:
         return
     started = time.perf_counter()
-    threads = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1))
+    threads = _Threads(on_progress)
     with threads, AsyncCompileMode(threads, ignore_errors=True), _one_of_each_kind(target), _only_compiled(), _Zeros():
         for step in steps:
             step()

@@ -11,9 +11,21 @@ import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from specgen.kernels._triton import HAS_TRITON
+
+
+class Progress(Protocol):
+    """Who is told how far a worker's start is, from any thread."""
+
+    def weights(self, num_bytes: int, total: int) -> None:
+        """Of `total` bytes so many are in place."""
+        ...
+
+    def kernels(self, num_compiled: int, total: int) -> None:
+        """Of the kernels that are known to be needed, so many are compiled."""
+        ...
 
 
 class StartUp(NamedTuple):

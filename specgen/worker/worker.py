@@ -16,7 +16,6 @@ from specgen.engine.step import NewRow, ScheduledRow, SchedulerOutput
 from specgen.errors import ModelError
 from specgen.models.loading import load_model
 from specgen.models.packing import pack_products
-from specgen.models.weights import OnProgress
 from specgen.sampling_params import SamplingParams
 from specgen.worker.compile_ahead import compile_ahead
 from specgen.worker.config import WorkerConfig, make_products_exact
@@ -28,7 +27,7 @@ from specgen.worker.processor_needs import processor_needs
 from specgen.worker.sampled_step import SampledStep
 from specgen.worker.sampler import Noise, Sampler
 from specgen.worker.speculator import Drafter, MTPSpeculator
-from specgen.worker.startup import StartUp, compile_clock
+from specgen.worker.startup import Progress, StartUp, compile_clock
 from specgen.worker.states import RequestStates
 from specgen.worker.trace import StepTrace
 
@@ -54,11 +53,11 @@ class Worker:
         self,
         config: WorkerConfig,
         drafter_factory: DrafterFactory | None = None,
-        on_load_progress: OnProgress | None = None,
+        progress: Progress | None = None,
     ) -> None:
         """`drafter_factory(states, K)` replaces the model's own draft layers (tests and experiments).
 
-        `on_load_progress(bytes so far, in all)` is told how far the weights are, from any thread.
+        `progress` is told how far the start is.
 
         Raises:
             ModelError, RecipeError: see `load_model` and `plan_memory`, or the machine lacks the memory.
@@ -69,7 +68,7 @@ class Worker:
                 make_products_exact()
             torch.cuda.set_device(config.device)
         self._drafter_factory = drafter_factory
-        self._on_load_progress = on_load_progress
+        self._progress = progress
         self.trace: StepTrace | None = None
         try:
             self._build()
@@ -93,7 +92,7 @@ class Worker:
             c.max_model_len,
             c.dtype,
             c.device,
-            self._on_load_progress,
+            self._progress.weights if self._progress is not None else None,
             c.draft_folder,
             c.cheap_drafts,
             c.keeps_float8,
@@ -219,7 +218,8 @@ class Worker:
         steps, runner = self._largest_steps()
         if compiles and self._uses_graphs:
             others = partial(runner.run_all_kinds, c.max_num_seqs, c.max_num_batched_tokens)
-            compile_ahead(self.model.target, [steps.forward, steps.rest, steps.decode, others])
+            told = self._progress.kernels if self._progress is not None else None
+            compile_ahead(self.model.target, [steps.forward, steps.rest, steps.decode, others], told)
         return plan_memory(
             c.device,
             steps,

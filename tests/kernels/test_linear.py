@@ -108,7 +108,9 @@ def test_rows_on_the_gpu_keep_their_values() -> None:
     assert batched_linear(x, weight).is_contiguous()
 
 
-@pytest.mark.parametrize(("rows", "inner", "columns"), [(1, 32, 70), (13, 16, 64), (16, 128, 9)])
+@pytest.mark.parametrize(
+    ("rows", "inner", "columns"), [(1, 32, 70), (13, 16, 64), (16, 128, 9), (21, 256, 64), (100, 32, 9)]
+)
 def test_few_rows_by_heads(kernel_device: str, rows: int, inner: int, columns: int) -> None:
     torch.manual_seed(0)
     x = torch.randn(rows, 3, inner + 8).half()[..., :inner].to(kernel_device)  # strided, as parts of rows are

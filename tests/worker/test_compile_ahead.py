@@ -66,7 +66,9 @@ target = torch.nn.Module()
 layers = [Layer(torch.nn.Identity()), Layer(torch.nn.Identity()), Layer(torch.nn.ReLU()), Layer(torch.nn.ReLU())]
 target.layers = all_layers = torch.nn.ModuleList(layers)
 seen = []
-compile_ahead(target, [step, lambda: seen.extend(target.layers), step])
+progress = []
+compile_ahead(target, [step, lambda: seen.extend(target.layers), step], lambda *n: progress.append(n))
+assert progress[0] == (0, 1) and progress[-1] == (3, 3), progress
 assert set(seen) == {layers[0], layers[2]} and target.layers is all_layers
 assert sorted(names) == [("_rms_norm_kernel", False)] + 2 * [("_silu_mul_kernel", False)], names
 assert clock.num_compiled == 3

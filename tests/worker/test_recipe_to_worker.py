@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,8 +30,9 @@ def test_fast_is_a_gpus() -> None:
 def test_fast_on_a_cpu_is_refused_before_anything_is_loaded() -> None:
     recipe = recipe_from_settings(["model.path=stories-7m", "engine.exactness=fast", *SIZES])
     told: list[tuple[int, int]] = []
+    progress = SimpleNamespace(weights=lambda *n: told.append(n), kernels=lambda *n: told.append(n))
     with pytest.raises(RecipeError, match=r"engine\.exactness"):
-        EngineClient.create(recipe, resolve_model("stories-7m"), [1], on_load_progress=lambda *n: told.append(n))
+        EngineClient.create(recipe, resolve_model("stories-7m"), [1], progress=progress)
     assert told == []
 
 
