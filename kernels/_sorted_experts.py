@@ -96,7 +96,11 @@ def _looked_at(num_chunks: int) -> int:
 
 def sorted_products(x: torch.Tensor, pairs: SortedPairs, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
     """Return w2[e] @ silu_mul(w13[e] @ x) of every sorted row: [P, H] in x's dtype. Weights as in `moe_experts`."""
-    rows = x.index_select(0, pairs.tokens)  # a kernel that starts when sorting has ended: the products count on it
+    rows = torch.empty(len(pairs.tokens), x.shape[1], dtype=x.dtype, device=x.device)
+    # It waits for sorting to end, and the first product may begin while it runs: tiles are there by then.
+    _gather_kernel[(len(rows),)](
+        x, pairs.tokens, rows, x.shape[1], BLOCK=triton.next_power_of_2(x.shape[1]), num_warps=4, **pdl()
+    )
     activated = torch.empty(len(rows), w2.shape[2], dtype=x.dtype, device=x.device)
     # The second product's rows take the place of the gathered ones, which nobody reads any more.
     gated, down = _TILES[pairs.height]
@@ -226,6 +230,17 @@ def _sort_kernel(
             tl.store(target + 2 * max_tiles, tl.minimum(row + ROWS, end), mask=real)
         if expert == num_experts - 1:
             tl.store(num_tiles_ptr, num_tiles)
+
+
+@triton.jit
+def _gather_kernel(x_ptr, tokens_ptr, rows_ptr, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """rows[p] = x[tokens[p]]."""
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(tokens_ptr + row).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < width
+    tl.store(rows_ptr + row * width + columns, tl.load(x_ptr + token * width + columns, mask=mask), mask=mask)
 
 
 @triton.jit(do_not_specialize=["max_tiles"])

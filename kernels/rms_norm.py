@@ -169,14 +169,17 @@ def combine_norm_triton(
     norm_weight: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `combine_norm` returns, by one program a token."""
+    """Return what `combine_norm` returns, by one program a token.
+
+    All but `rows` is read before the kernel before has ended, which must not have written it.
+    """
     (num_tokens, top_k), width = weights.shape, rows.shape[1]
     out = torch.empty(num_tokens, width, dtype=rows.dtype, device=rows.device)
     if num_tokens:
         block = triton.next_power_of_2(width)
         _combine_norm_kernel[(num_tokens,)](
             rows, weights if places is None else places, weights, residual, residual.stride(0), norm_weight, out, width,
-            eps, HAS_PLACES=places is not None, TOP_K=top_k, BLOCK=block, num_warps=max(1, min(8, block // 512)),
+            eps, HAS_PLACES=places is not None, TOP_K=top_k, BLOCK=block, num_warps=max(1, min(16, block // 128)),
             **pdl(),
         )  # fmt: skip
     return out, residual
@@ -200,18 +203,24 @@ def _combine_norm_kernel(
 ):
     columns = tl.arange(0, BLOCK)
     mask = columns < width
-    norm_weight = tl.load(norm_weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
+    target = residual_ptr + token * residual_stride + columns
+    residual = tl.load(target, mask=mask, other=0.0).to(tl.float32)
+    norm_weight = tl.load(norm_weight_ptr + columns, mask=mask, other=0.0)
+    weights, places = (), ()
+    for j in tl.static_range(TOP_K):
+        place = token * TOP_K + j
+        weights += (tl.load(weights_ptr + place),)
+        places += (tl.load(places_ptr + place).to(tl.int64) if HAS_PLACES else place,)
+    wait_for_inputs(PDL)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
+    parts = ()  # with few elements a thread, the compiler asks for nearly all before it needs the first
+    for j in tl.static_range(TOP_K):
+        parts += (tl.load(rows_ptr + places[j] * width + columns, mask=mask, other=0.0),)
     acc = tl.zeros([BLOCK], dtype=tl.float32)
     for j in tl.static_range(TOP_K):
-        row = token * TOP_K + j
-        weight = tl.load(weights_ptr + row)
-        if HAS_PLACES:
-            row = tl.load(places_ptr + row).to(tl.int64)
-        acc += weight * tl.load(rows_ptr + row * width + columns, mask=mask, other=0.0).to(tl.float32)
-    target = residual_ptr + token * residual_stride + columns
-    total = (acc.to(dtype).to(tl.float32) + tl.load(target, mask=mask, other=0.0).to(tl.float32)).to(dtype)
+        acc += weights[j] * parts[j].to(tl.float32)
+    total = (acc.to(dtype).to(tl.float32) + residual).to(dtype)
     tl.store(target, total, mask=mask)
-    tl.store(out_ptr + token * width + columns, normalised(total, norm_weight, width, eps), mask=mask)
+    normed = normalised(total, norm_weight.to(tl.float32), width, eps)
+    tl.store(out_ptr + token * width + columns, normed, mask=mask)
