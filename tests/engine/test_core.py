@@ -227,6 +227,7 @@ def build(device: Device, scheduler: Scheduler) -> Callable[[], Any]:
         exact=True,
         max_model_len=c.max_model_len,
         max_num_seqs=c.max_num_seqs,
+        max_num_batched_tokens=c.max_num_batched_tokens,
         num_speculative_tokens=c.num_speculative_tokens,
         block_size=4,
         model=SimpleNamespace(vocab_size=50),
