@@ -7,7 +7,7 @@ of the engine is cut into tiles and splits, and whether a program takes one spli
 # mypy: ignore-errors
 
 from specgen.kernels._mla_common import SUM_COLUMNS, take_in
-from specgen.kernels._tiles import find_tile
+from specgen.kernels._tiles import find_tile, head_rows, real_rows, tile_place
 from specgen.kernels._triton import tl, triton, wait_for_inputs
 
 
@@ -15,10 +15,10 @@ from specgen.kernels._triton import tl, triton, wait_for_inputs
 def _gqa_step(
     start,
     end,
-    q,
     row_max,
     row_sum,
     acc,
+    q,
     positions,
     keys_ptr,
     values_offset,
@@ -64,39 +64,25 @@ def _join(total_max, total, result, part_max, part_sum, part, scale_log2):
     return new_max, total * decay + part_sum * weight, result * decay[:, None] + part * weight[:, None]
 
 
+@triton.jit
+def _keep_partial(partial_ptr, place, used_rows, row, column, row_max, row_sum, acc, real):
+    """Store a split's (acc, max, sum) as `gqa_join_kernel` reads them."""
+    DIM: tl.constexpr = acc.shape[1]
+    partial = partial_ptr + (place * used_rows + row) * (DIM + 4)
+    tl.store(partial[:, None] + column[None, :], acc, mask=real[:, None])
+    tl.store(partial + DIM, row_max, mask=real)
+    tl.store(partial + DIM + 1, row_sum, mask=real)
+
+
 @triton.jit(do_not_specialize=["num_requests", "splits", "used_rows"])
 def gqa_kernel(
-    q_ptr,
-    cache_ptr,
-    block_tables_ptr,
-    block_tables_stride,
-    idx_mapping_ptr,
-    query_start_loc_ptr,
-    seq_lens_ptr,
-    out_ptr,
-    partial_ptr,
-    num_requests,
-    num_heads,
-    splits,
-    used_rows,
-    scale_log2,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEADS: tl.constexpr,
-    PARTS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    STEP_KEYS: tl.constexpr,
-    SPLIT_KEYS: tl.constexpr,
-    BY_SPLIT: tl.constexpr,
-    REQUESTS: tl.constexpr,
-    KEY_START: tl.constexpr,
-    NO_MAX: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    q_ptr, cache_ptr, block_tables_ptr, block_tables_stride, idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr,
+    out_ptr, partial_ptr, num_requests, num_heads, splits, used_rows, scale_log2, KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, STEP_KEYS: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr, BY_SPLIT: tl.constexpr, REQUESTS: tl.constexpr, KEY_START: tl.constexpr,
+    NO_MAX: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One tile's rows against all keys, or BY_SPLIT against one split's: then its partial (acc, max, sum) is kept.
 
     Partials have room for a tile's first used_rows rows and `splits` splits.
@@ -110,18 +96,18 @@ def gqa_kernel(
     if (count > 0) & ((first_split * SPLIT_KEYS < num_keys) | (not BY_SPLIT)):
         row = tl.arange(0, ROWS)
         kv_head = tl.program_id(1) // PARTS
-        in_group = (tl.program_id(1) % PARTS) * HEADS + row % HEADS
-        query = row // HEADS
-        real = (in_group < GROUP) & (query < count)
+        first_head = (tl.program_id(1) % PARTS) * HEADS
+        real = real_rows(row, count, first_head, GROUP, HEADS)
         column = tl.arange(0, DIM)
-        result_row = (q_row + query) * num_heads + kv_head * GROUP + in_group
+        result_row = head_rows(row, q_row, num_heads, kv_head, first_head, GROUP, HEADS)
         mask = real[:, None] & (column < HEAD_DIM)[None, :]
         q = tl.load(q_ptr + result_row[:, None] * HEAD_DIM + column[None, :], mask=mask, other=0.0)
-        positions = position + query
+        positions = position + row // HEADS
         table_ptr = block_tables_ptr + tl.maximum(slot, 0) * block_tables_stride
         keys_ptr = cache_ptr + kv_head * HEAD_DIM
         token_stride = 2 * KV_HEADS * HEAD_DIM
         values_offset = KV_HEADS * HEAD_DIM
+        args = (q, positions, keys_ptr, values_offset, token_stride, table_ptr, scale_log2)
 
         total_max = tl.full([ROWS], NO_MAX, dtype=tl.float32)
         total = tl.zeros([ROWS], dtype=tl.float32)
@@ -141,20 +127,17 @@ def gqa_kernel(
                 lead = tl.minimum(tl.maximum((KEY_START + STEP_KEYS - 1) // STEP_KEYS * STEP_KEYS, low), end)
                 for start in range(low, lead, STEP_KEYS):
                     row_max, row_sum, acc = _gqa_step(
-                        start, end, q, row_max, row_sum, acc, positions, keys_ptr, values_offset, token_stride,
-                        table_ptr, scale_log2, BLOCK_SIZE, STEP_KEYS, KEY_START, HEAD_DIM, DIM, True,
-                    )  # fmt: skip
+                        start, end, row_max, row_sum, acc, *args, BLOCK_SIZE, STEP_KEYS, KEY_START, HEAD_DIM, DIM, True
+                    )
             full = tl.maximum(tl.minimum((position + 1) // STEP_KEYS, end // STEP_KEYS) * STEP_KEYS, lead)
             for start in range(lead, full, STEP_KEYS):
                 row_max, row_sum, acc = _gqa_step(
-                    start, end, q, row_max, row_sum, acc, positions, keys_ptr, values_offset, token_stride,
-                    table_ptr, scale_log2, BLOCK_SIZE, STEP_KEYS, KEY_START, HEAD_DIM, DIM, False,
-                )  # fmt: skip
+                    start, end, row_max, row_sum, acc, *args, BLOCK_SIZE, STEP_KEYS, KEY_START, HEAD_DIM, DIM, False
+                )
             for start in range(full, end, STEP_KEYS):
                 row_max, row_sum, acc = _gqa_step(
-                    start, end, q, row_max, row_sum, acc, positions, keys_ptr, values_offset, token_stride,
-                    table_ptr, scale_log2, BLOCK_SIZE, STEP_KEYS, KEY_START, HEAD_DIM, DIM, True,
-                )  # fmt: skip
+                    start, end, row_max, row_sum, acc, *args, BLOCK_SIZE, STEP_KEYS, KEY_START, HEAD_DIM, DIM, True
+                )
             split_sum = tl.max(row_sum, axis=1)  # its columns are equal
             if BY_SPLIT:
                 total_max, total, result = row_max, split_sum, acc
@@ -162,11 +145,8 @@ def gqa_kernel(
                 total_max, total, result = _join(total_max, total, result, row_max, split_sum, acc, scale_log2)
 
         if BY_SPLIT:
-            place = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * splits
-            partial = partial_ptr + ((place + first_split) * used_rows + row) * (DIM + 4)
-            tl.store(partial[:, None] + column[None, :], result, mask=real[:, None])
-            tl.store(partial + DIM, total_max, mask=real)
-            tl.store(partial + DIM + 1, total, mask=real)
+            place = tile_place() * splits + first_split
+            _keep_partial(partial_ptr, place, used_rows, row, column, total_max, total, result, real)
         else:
             result = result / tl.where(total > 0, total, 1.0)[:, None]
             target = out_ptr + result_row[:, None] * HEAD_DIM + column[None, :]
@@ -206,7 +186,7 @@ def gqa_join_kernel(
     )
     if (query < count) & (in_group < GROUP):
         column = tl.arange(0, DIM)
-        first_place = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * splits
+        first_place = tile_place() * splits
         total_max = tl.full([1], NO_MAX, dtype=tl.float32)
         total = tl.zeros([1], dtype=tl.float32)
         result = tl.zeros([1, DIM], dtype=tl.float32)

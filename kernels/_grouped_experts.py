@@ -140,32 +140,35 @@ def _ask_for_shared(weights, tile, column, num_routed, num_shared, num_columns, 
         ask_for(weights + (gate_row + num_columns)[:, None] * width + line)
 
 
+@triton.jit
+def _load_step(weights, rows, start, k, mask, BY_TMA: tl.constexpr):
+    """Return a step's weights [INNER, COLUMNS]. rows: pointers to the columns' rows, BY_TMA the number of the first."""
+    if BY_TMA:
+        step = tl.trans(weights.load([rows, start]))
+    else:
+        step = tl.load(rows + (start + k)[:, None], mask=mask, other=0.0)
+    return step
+
+
+@triton.jit
+def _gated(gate, up, x_ptr, out_ptr, SCALED: tl.constexpr):
+    """Return silu(gate) * up in float32, as it goes from x's dtype into out's."""
+    if not SCALED:  # rounded as two separate products would be
+        gate = gate.to(x_ptr.dtype.element_ty).to(tl.float32)
+        up = up.to(x_ptr.dtype.element_ty).to(tl.float32)
+    gated = gate / (1.0 + tl.exp(-gate)) * up
+    if SCALED and out_ptr.dtype.element_ty == tl.float16:
+        gated = tl.clamp(gated, -65504.0, 65504.0)  # what came of bfloat16 may be beyond
+    return gated
+
+
 @triton.jit(do_not_specialize=["num_pairs"])
 def _grouped_kernel(
-    x_ptr,
-    weights,
-    scale_ptr,
-    out_ptr,
-    tile_expert_ptr,
-    tile_pairs_ptr,
-    num_pairs,
-    num_columns,
-    width,
-    pairs_a_row,
-    num_routed,
-    num_shared,
-    GATED: tl.constexpr,
-    BY_TMA: tl.constexpr,
-    SCALED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INNER: tl.constexpr,
-    TOP_K: tl.constexpr,
-    CHOICES: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    LINES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x_ptr, weights, scale_ptr, out_ptr, tile_expert_ptr, tile_pairs_ptr, num_pairs, num_columns, width, pairs_a_row,
+    num_routed, num_shared, GATED: tl.constexpr, BY_TMA: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr, EXPERTS: tl.constexpr,
+    LINES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """out[pair] = weight[expert] @ x[pair // pairs_a_row]; gated: silu of the first half's rows times the second's.
 
     weights: a pointer, or with BY_TMA the descriptor of all experts' rows in blocks [COLUMNS, INNER]. SCALED: they
@@ -197,7 +200,8 @@ def _grouped_kernel(
         x_rows = x_ptr + (pair // pairs_a_row)[:, None] * width
         first_row = expert * num_columns * (2 if GATED else 1)
         if BY_TMA:
-            block_row = (first_row + tl.program_id(0) * COLUMNS).to(tl.int32)
+            gate_rows = (first_row + tl.program_id(0) * COLUMNS).to(tl.int32)
+            up_rows = gate_rows + num_columns
         else:
             gate_rows = weights + (first_row + column)[None, :] * width
             up_rows = gate_rows + num_columns.to(tl.int64) * width
@@ -207,27 +211,16 @@ def _grouped_kernel(
             in_width = start + k < width
             x = tl.load(x_rows + (start + k)[None, :], mask=real[:, None] & in_width[None, :], other=0.0)
             mask = in_width[:, None] & in_columns[None, :]
-            if BY_TMA:
-                weight = tl.trans(weights.load([block_row, start]))
-            else:
-                weight = tl.load(gate_rows + (start + k)[:, None], mask=mask, other=0.0)
+            weight = _load_step(weights, gate_rows, start, k, mask, BY_TMA)
             acc = tl.dot(x, weight.to(x.dtype), acc, input_precision="ieee")
             if GATED:
-                if BY_TMA:
-                    weight_up = tl.trans(weights.load([block_row + num_columns, start]))
-                else:
-                    weight_up = tl.load(up_rows + (start + k)[:, None], mask=mask, other=0.0)
+                weight_up = _load_step(weights, up_rows, start, k, mask, BY_TMA)
                 acc_up = tl.dot(x, weight_up.to(x.dtype), acc_up, input_precision="ieee")
         if SCALED:
             acc *= tl.load(scale_ptr + first_row + column, mask=in_columns, other=0.0)[None, :]
             if GATED:
                 acc_up *= tl.load(scale_ptr + first_row + num_columns + column, mask=in_columns, other=0.0)[None, :]
         if GATED:
-            if not SCALED:  # rounded as two separate products would be
-                acc = acc.to(x_ptr.dtype.element_ty).to(tl.float32)
-                acc_up = acc_up.to(x_ptr.dtype.element_ty).to(tl.float32)
-            acc = acc / (1.0 + tl.exp(-acc)) * acc_up
-            if SCALED and out_ptr.dtype.element_ty == tl.float16:
-                acc = tl.clamp(acc, -65504.0, 65504.0)  # what came of bfloat16 may be beyond
+            acc = _gated(acc, acc_up, x_ptr, out_ptr, SCALED)
         target = out_ptr + pair[:, None] * num_columns + column[None, :]
         tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=real[:, None] & in_columns[None, :])

@@ -3,7 +3,7 @@
 # mypy: ignore-errors
 
 from specgen.kernels._tiles import tile_of_request
-from specgen.kernels._triton import gl, gluon, hopper, load_block, tl
+from specgen.kernels._triton import gl, gluon, hopper, load_block, thread_barrier, tl
 
 SUM_COLUMNS = tl.constexpr(8)  # the narrowest product
 
@@ -42,8 +42,22 @@ def fetch(cache, block, column, buffer, barrier, needed):
 
 
 @gluon.jit
+def next_stage_of(stage, phase, STAGES: gl.constexpr):
+    """Return the (stage, phase of its barrier) that a ring's next block comes to."""
+    next_stage = stage + 1
+    next_phase = phase
+    if next_stage == STAGES:
+        next_stage = 0
+        next_phase = phase ^ 1
+    return next_stage, next_phase
+
+
+@gluon.jit
 def clear_unseen(values, start, end, KEY_START: gl.constexpr, layout: gl.constexpr):
-    """Clear what is out of range or not finite: a rejected draft left it, and 0 * NaN would reach earlier queries."""
+    """Clear what is out of range or not finite, before products see it.
+
+    A rejected draft left it, and 0 * NaN would reach earlier queries.
+    """
     STEP_KEYS: gl.constexpr = values.shape[0]
     DIM: gl.constexpr = values.shape[1]
     COLUMNS: gl.constexpr = 64
@@ -54,6 +68,8 @@ def clear_unseen(values, start, end, KEY_START: gl.constexpr, layout: gl.constex
         value = part.load(layout)
         keep = in_range & (gl.abs(value.to(gl.float32)) < float("inf"))
         part.store(gl.where(keep, value, gl.full_like(value, 0.0)))
+    hopper.fence_async_shared()
+    thread_barrier()
 
 
 @gluon.jit
@@ -62,6 +78,17 @@ def hide_unseen(scores, start, end, positions, KEY_START: gl.constexpr):
     key = start + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
     visible = ((key < end) & (key >= KEY_START))[None, :] & (key[None, :] <= positions[:, None])
     return gl.where(visible, scores, float("-inf"))
+
+
+@gluon.jit
+def nothing_seen(ROWS: gl.constexpr, STEP_KEYS: gl.constexpr, COLUMNS: gl.constexpr, NO_MAX: gl.constexpr):
+    """Return the (row_max, row_sum, acc) of rows that have taken in no key; acc has COLUMNS columns."""
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP_KEYS, 16])
+    sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SUM_COLUMNS, 16])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    row_max = gl.full([ROWS], NO_MAX, gl.float32, gl.SliceLayout(1, scores_layout))
+    row_sum = gl.zeros([ROWS, SUM_COLUMNS], gl.float32, sum_layout)
+    return row_max, row_sum, gl.zeros([ROWS, COLUMNS], gl.float32, acc_layout)
 
 
 @gluon.jit
@@ -99,10 +126,16 @@ def sum_weights(weights, ones, row_sum):
 
 @gluon.jit
 def make_ones(STEP_KEYS: gl.constexpr, DTYPE: gl.constexpr, layout: gl.constexpr):
-    """Return ones in shared memory, as `sum_weights` multiplies by: with those for all keys two tiles would not fit."""
+    """Return ones in shared memory, as `sum_weights` multiplies by; products see all that was written there before.
+
+    They are half as many as the keys: with more, two tiles would not fit.
+    """
     shared_layout: gl.constexpr = gl.NVMMASharedLayout(64, 16)
     values = gl.full([SUM_COLUMNS, STEP_KEYS // 2], 1.0, DTYPE, layout)
-    return gl.allocate_shared_memory(DTYPE, [SUM_COLUMNS, STEP_KEYS // 2], shared_layout, values).permute([1, 0])
+    ones = gl.allocate_shared_memory(DTYPE, [SUM_COLUMNS, STEP_KEYS // 2], shared_layout, values)
+    hopper.fence_async_shared()
+    thread_barrier()
+    return ones.permute([1, 0])
 
 
 @gluon.jit

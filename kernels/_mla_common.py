@@ -33,6 +33,14 @@ def find_tile(
 
 
 @triton.jit
+def split_range(split, position, count, SPLIT_KEYS: tl.constexpr):
+    """Return (a split's first key, the end of those that the tile may see, whether the split is the tile's)."""
+    low = split * SPLIT_KEYS
+    end = tl.maximum(tl.minimum(low + SPLIT_KEYS, position + count), low)
+    return low, end, (count > 0) & ((low < end) | (split == 0))
+
+
+@triton.jit
 def cache_rows(start, end, table_ptr, BLOCK_SIZE: tl.constexpr, STEP_KEYS: tl.constexpr, MASKED: tl.constexpr):
     """Return the cache rows of the keys start..start + STEP_KEYS, int64; row 0 of a block for those past `end`."""
     step = tl.arange(0, STEP_KEYS)

@@ -13,8 +13,27 @@ it, because the group's next block can't come before: it takes the place of valu
 # mypy: ignore-errors
 
 from specgen.kernels._hopper_attention import SUM_COLUMNS, find_latent_tile, hide_unseen
-from specgen.kernels._mla_common import NO_MAX
+from specgen.kernels._mla_common import NO_MAX, split_range
+from specgen.kernels._tiles import tile_place
 from specgen.kernels._triton import gl, gluon, hopper, load_block, thread_barrier, wait_for_inputs
+
+
+@gluon.jit
+def _make_barriers(SLICES: gl.constexpr):
+    """Return what tells that each slice of the two buffers is there, that each half is free, and (`told`) what is done.
+
+    That is: the weights of group 0 are there, those of group 1, their sum, the queries of both.
+    """
+    ready = gl.allocate_shared_memory(gl.int64, [4 * SLICES + 2, 1], hopper.mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [4, 1], hopper.mbarrier.MBarrierLayout())
+    told = gl.allocate_shared_memory(gl.int64, [4, 1], hopper.mbarrier.MBarrierLayout())
+    for i in gl.static_range(4 * SLICES + 2):
+        hopper.mbarrier.init(ready.index(i), count=1)
+    for i in gl.static_range(4):
+        hopper.mbarrier.init(free.index(i), count=1)
+        hopper.mbarrier.init(told.index(i), count=2 if i == 3 else 1)
+    hopper.fence_async_shared()
+    return ready, free, told
 
 
 @gluon.jit
@@ -170,8 +189,7 @@ def _store(
 @gluon.jit
 def _partial_rows(partial_ptr, ROWS: gl.constexpr, HALF: gl.constexpr, layout: gl.constexpr):
     """Return where the rows of the partial result lie."""
-    place = (gl.program_id(0) * gl.num_programs(1) + gl.program_id(1)).to(gl.int64) * gl.num_programs(2)
-    place += gl.program_id(2)
+    place = tile_place() * gl.num_programs(2) + gl.program_id(2)
     return partial_ptr + (place * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))) * (2 * HALF + 2)
 
 
@@ -284,31 +302,11 @@ def _group_1(
 
 @gluon.jit(do_not_specialize=["first_tile", "num_requests"])
 def mla_hopper_kernel(
-    q_ptr,
-    latents,
-    ropes,
-    block_tables_ptr,
-    block_tables_stride,
-    idx_mapping_ptr,
-    query_start_loc_ptr,
-    seq_lens_ptr,
-    out_ptr,
-    partial_ptr,
-    first_tile,
-    num_requests,
-    num_heads,
-    scale_log2,
-    HEADS: gl.constexpr,
-    QUERIES: gl.constexpr,
-    RANK: gl.constexpr,
-    ROPE: gl.constexpr,
-    STEP_KEYS: gl.constexpr,
-    SPLIT_KEYS: gl.constexpr,
-    BY_SPLIT: gl.constexpr,
-    REQUESTS: gl.constexpr,
-    KEY_START: gl.constexpr,
-    PDL: gl.constexpr,
-):
+    q_ptr, latents, ropes, block_tables_ptr, block_tables_stride, idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr,
+    out_ptr, partial_ptr, first_tile, num_requests, num_heads, scale_log2, HEADS: gl.constexpr, QUERIES: gl.constexpr,
+    RANK: gl.constexpr, ROPE: gl.constexpr, STEP_KEYS: gl.constexpr, SPLIT_KEYS: gl.constexpr, BY_SPLIT: gl.constexpr,
+    REQUESTS: gl.constexpr, KEY_START: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
     """As `mla_split_kernel`. latents, ropes: descriptors of the cache in blocks of STEP_KEYS rows.
 
     A block of latents is a slice of columns, 64, 128 or 256 wide, which is multiplied as soon as it is there. Launched
@@ -327,9 +325,8 @@ def mla_hopper_kernel(
         tile, idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES, REQUESTS
     )
     wait_for_inputs(PDL)  # the layout of the step is older than the kernel before this one
-    low = split * SPLIT_KEYS
-    end = gl.maximum(gl.minimum(low + SPLIT_KEYS, position + count), low)
-    if (count > 0) & ((low < end) | (split == 0)):
+    low, end, works = split_range(split, position, count, SPLIT_KEYS)
+    if works:
         num_steps = (end - low + STEP_KEYS - 1) // STEP_KEYS
         # All rows see every key of the steps in [lead, full).
         lead = (KEY_START + STEP_KEYS - 1 - low) // STEP_KEYS
@@ -345,16 +342,7 @@ def mla_hopper_kernel(
         )
         # Of a block of group 0, of group 1; the sum of the weights.
         maxima = gl.allocate_shared_memory(gl.float32, [3, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        ready = gl.allocate_shared_memory(gl.int64, [4 * SLICES + 2, 1], hopper.mbarrier.MBarrierLayout())
-        free = gl.allocate_shared_memory(gl.int64, [4, 1], hopper.mbarrier.MBarrierLayout())
-        # Weights of group 0 are there, of group 1; the sum is; the queries are.
-        told = gl.allocate_shared_memory(gl.int64, [4, 1], hopper.mbarrier.MBarrierLayout())
-        for i in gl.static_range(4 * SLICES + 2):
-            hopper.mbarrier.init(ready.index(i), count=1)
-        for i in gl.static_range(4):
-            hopper.mbarrier.init(free.index(i), count=1)
-            hopper.mbarrier.init(told.index(i), count=2 if i == 3 else 1)
-        hopper.fence_async_shared()
+        ready, free, told = _make_barriers(SLICES)
 
         gl.warp_specialize(
             [

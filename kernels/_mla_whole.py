@@ -9,9 +9,11 @@ from specgen.kernels._mla_common import (
     find_tile,
     full_range,
     load_values,
+    split_range,
     store_result,
     take_in,
 )
+from specgen.kernels._tiles import tile_place
 from specgen.kernels._triton import tl, triton, wait_for_inputs
 
 
@@ -19,11 +21,11 @@ from specgen.kernels._triton import tl, triton, wait_for_inputs
 def _mla_step(
     start,
     end,
-    q_latent,
-    q_rope,
     row_max,
     row_sum,
     acc,
+    q_latent,
+    q_rope,
     positions,
     cache_ptr,
     table_ptr,
@@ -60,48 +62,21 @@ def _mla_step(
 
 @triton.jit(do_not_specialize=["first_tile", "num_requests"])
 def mla_split_kernel(
-    q_ptr,
-    cache_ptr,
-    block_tables_ptr,
-    block_tables_stride,
-    idx_mapping_ptr,
-    query_start_loc_ptr,
-    seq_lens_ptr,
-    out_ptr,
-    partial_ptr,
-    first_tile,
-    num_requests,
-    num_heads,
-    rank,
-    rope_width,
-    scale_log2,
-    HEADS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    RANK: tl.constexpr,
-    ROPE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    STEP_KEYS: tl.constexpr,
-    SPLIT_KEYS: tl.constexpr,
-    BY_SPLIT: tl.constexpr,
-    REQUESTS: tl.constexpr,
-    KEY_START: tl.constexpr,
+    q_ptr, cache_ptr, block_tables_ptr, block_tables_stride, idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr,
+    out_ptr, partial_ptr, first_tile, num_requests, num_heads, rank, rope_width, scale_log2, HEADS: tl.constexpr,
+    QUERIES: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_SIZE: tl.constexpr, STEP_KEYS: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr, BY_SPLIT: tl.constexpr, REQUESTS: tl.constexpr, KEY_START: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """The whole form: one tile's rows against one split's keys."""
     split = tl.program_id(2)
     slot, q_row, count, position = find_tile(
-        first_tile + tl.program_id(0),
-        idx_mapping_ptr,
-        query_start_loc_ptr,
-        seq_lens_ptr,
-        num_requests,
-        QUERIES,
+        first_tile + tl.program_id(0), idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES,
         REQUESTS,
-    )
+    )  # fmt: skip
     wait_for_inputs(PDL)  # the layout of the step is older than the kernel before this one
-    low = split * SPLIT_KEYS
-    end = tl.maximum(tl.minimum(low + SPLIT_KEYS, position + count), low)
-    if (count > 0) & ((low < end) | (split == 0)):
+    low, end, works = split_range(split, position, count, SPLIT_KEYS)
+    if works:
         ROWS: tl.constexpr = HEADS * QUERIES
         row = tl.arange(0, ROWS)
         head = tl.program_id(1) * HEADS + row % HEADS
@@ -122,24 +97,22 @@ def mla_split_kernel(
         row_max = tl.full([ROWS], NO_MAX, dtype=tl.float32)
         row_sum = tl.zeros([ROWS, SUM_COLUMNS], dtype=tl.float32)
         acc = tl.zeros([ROWS, RANK], dtype=tl.float32)
+        args = (q_latent, q_rope, positions, cache_ptr, table_ptr, rank, rope_width, scale_log2)
         lead, full = full_range(low, end, position, STEP_KEYS, KEY_START)
         if KEY_START > 0:
             for start in range(low, lead, STEP_KEYS):
                 row_max, row_sum, acc = _mla_step(
-                    start, end, q_latent, q_rope, row_max, row_sum, acc, positions, cache_ptr, table_ptr, rank,
-                    rope_width, scale_log2, BLOCK_SIZE, STEP_KEYS, KEY_START, RANK, ROPE, True,
-                )  # fmt: skip
+                    start, end, row_max, row_sum, acc, *args, BLOCK_SIZE, STEP_KEYS, KEY_START, RANK, ROPE, True
+                )
         for start in range(lead, full, STEP_KEYS):
             row_max, row_sum, acc = _mla_step(
-                start, end, q_latent, q_rope, row_max, row_sum, acc, positions, cache_ptr, table_ptr, rank,
-                rope_width, scale_log2, BLOCK_SIZE, STEP_KEYS, KEY_START, RANK, ROPE, False,
-            )  # fmt: skip
+                start, end, row_max, row_sum, acc, *args, BLOCK_SIZE, STEP_KEYS, KEY_START, RANK, ROPE, False
+            )
         for start in range(full, end, STEP_KEYS):
             row_max, row_sum, acc = _mla_step(
-                start, end, q_latent, q_rope, row_max, row_sum, acc, positions, cache_ptr, table_ptr, rank,
-                rope_width, scale_log2, BLOCK_SIZE, STEP_KEYS, KEY_START, RANK, ROPE, True,
-            )  # fmt: skip
-        place = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * tl.num_programs(2) + split
+                start, end, row_max, row_sum, acc, *args, BLOCK_SIZE, STEP_KEYS, KEY_START, RANK, ROPE, True
+            )
+        place = tile_place() * tl.num_programs(2) + split
         store_result(
             acc, row_max, row_sum, out_ptr, partial_ptr, place, row, result_row, real, latent_column, rank, True,
             RANK, ROWS, BY_SPLIT,

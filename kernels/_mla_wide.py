@@ -12,48 +12,26 @@ from specgen.kernels._mla_common import (
     find_tile,
     full_range,
     load_values,
+    split_range,
     store_result,
     take_in,
 )
+from specgen.kernels._tiles import tile_place
 from specgen.kernels._triton import tl, triton, wait_for_inputs
 
 
 @triton.jit(do_not_specialize=["first_tile", "num_requests"])
 def mla_scores_kernel(
-    q_ptr,
-    cache_ptr,
-    block_tables_ptr,
-    block_tables_stride,
-    idx_mapping_ptr,
-    query_start_loc_ptr,
-    seq_lens_ptr,
-    scores_ptr,
-    first_tile,
-    num_requests,
-    num_heads,
-    rank,
-    rope_width,
-    HEADS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    RANK: tl.constexpr,
-    ROPE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    STEP_KEYS: tl.constexpr,
-    REQUESTS: tl.constexpr,
-    KEY_START: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    q_ptr, cache_ptr, block_tables_ptr, block_tables_stride, idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr,
+    scores_ptr, first_tile, num_requests, num_heads, rank, rope_width, HEADS: tl.constexpr, QUERIES: tl.constexpr,
+    RANK: tl.constexpr, ROPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_SIZE: tl.constexpr, STEP_KEYS: tl.constexpr,
+    REQUESTS: tl.constexpr, KEY_START: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """The wide form's first half: one tile's scores of one step's keys, -inf where a row does not see the key."""
     slot, q_row, count, position = find_tile(
-        first_tile + tl.program_id(0),
-        idx_mapping_ptr,
-        query_start_loc_ptr,
-        seq_lens_ptr,
-        num_requests,
-        QUERIES,
+        first_tile + tl.program_id(0), idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES,
         REQUESTS,
-    )
+    )  # fmt: skip
     wait_for_inputs(PDL)  # the layout of the step is older than the kernel before this one
     start = tl.program_id(2) * STEP_KEYS
     end = position + count
@@ -83,8 +61,7 @@ def mla_scores_kernel(
         scores = tl.dot(q, k.to(q.dtype), scores, input_precision="ieee")
         visible = in_range[None, :] & (key[None, :] <= (position + query)[:, None])
         scores = tl.where(visible, scores, float("-inf"))
-        place = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
-        target = scores_ptr + ((place * tl.num_programs(2) + tl.program_id(2)) * ROWS + row)[:, None] * STEP_KEYS
+        target = scores_ptr + ((tile_place() * tl.num_programs(2) + tl.program_id(2)) * ROWS + row)[:, None] * STEP_KEYS
         tl.store(target + tl.arange(0, STEP_KEYS)[None, :], scores)
 
 
@@ -121,56 +98,28 @@ def _load_step(
 
 @triton.jit(do_not_specialize=["first_tile", "num_requests", "num_steps"])
 def mla_values_kernel(
-    scores_ptr,
-    cache_ptr,
-    block_tables_ptr,
-    block_tables_stride,
-    idx_mapping_ptr,
-    query_start_loc_ptr,
-    seq_lens_ptr,
-    out_ptr,
-    partial_ptr,
-    first_tile,
-    num_requests,
-    num_steps,
-    num_heads,
-    rank,
-    rope_width,
-    scale_log2,
-    HEADS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    RANK: tl.constexpr,
-    SLICE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    STEP_KEYS: tl.constexpr,
-    SPLIT_KEYS: tl.constexpr,
-    BY_SPLIT: tl.constexpr,
-    REQUESTS: tl.constexpr,
-    KEY_START: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    scores_ptr, cache_ptr, block_tables_ptr, block_tables_stride, idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr,
+    out_ptr, partial_ptr, first_tile, num_requests, num_steps, num_heads, rank, rope_width, scale_log2,
+    HEADS: tl.constexpr, QUERIES: tl.constexpr, RANK: tl.constexpr, SLICE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    STEP_KEYS: tl.constexpr, SPLIT_KEYS: tl.constexpr, BY_SPLIT: tl.constexpr, REQUESTS: tl.constexpr,
+    KEY_START: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """The wide form's second half: one tile's rows, one split's keys, a slice of the values' columns."""
     SLICES: tl.constexpr = RANK // SLICE
     split = tl.program_id(2) // SLICES
     part = tl.program_id(2) % SLICES
     slot, q_row, count, position = find_tile(
-        first_tile + tl.program_id(0),
-        idx_mapping_ptr,
-        query_start_loc_ptr,
-        seq_lens_ptr,
-        num_requests,
-        QUERIES,
+        first_tile + tl.program_id(0), idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES,
         REQUESTS,
-    )
+    )  # fmt: skip
     wait_for_inputs(PDL)  # the layout of the step is older than the kernel before this one
-    low = split * SPLIT_KEYS
-    end = tl.maximum(tl.minimum(low + SPLIT_KEYS, position + count), low)
-    if (count > 0) & ((low < end) | (split == 0)):
+    low, end, works = split_range(split, position, count, SPLIT_KEYS)
+    if works:
         ROWS: tl.constexpr = HEADS * QUERIES
         row = tl.arange(0, ROWS)
         head = tl.program_id(1) * HEADS + row % HEADS
         query = row // HEADS
-        place = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
+        place = tile_place()
         column = part * SLICE + tl.arange(0, SLICE)
         table_ptr = block_tables_ptr + slot * block_tables_stride
         tile_scores = scores_ptr + place * num_steps * ROWS * STEP_KEYS
@@ -179,28 +128,21 @@ def mla_values_kernel(
         row_sum = tl.zeros([ROWS, SUM_COLUMNS], dtype=tl.float32)
         acc = tl.zeros([ROWS, SLICE], dtype=tl.float32)
         lead, full = full_range(low, end, position, STEP_KEYS, KEY_START)
+        DTYPE: tl.constexpr = out_ptr.dtype.element_ty
         args = (tile_scores, cache_ptr, table_ptr, column, rank, width)
         # What not all rows see comes last and is asked for first: no loop is there to hide its way.
-        edge_scores, edge_values = _load_step(
-            full, end, *args, ROWS, BLOCK_SIZE, STEP_KEYS, KEY_START, out_ptr.dtype.element_ty, True
-        )
+        edge_scores, edge_values = _load_step(full, end, *args, ROWS, BLOCK_SIZE, STEP_KEYS, KEY_START, DTYPE, True)
         if KEY_START > 0:
             for start in range(low, lead, STEP_KEYS):
-                scores, values = _load_step(
-                    start, end, *args, ROWS, BLOCK_SIZE, STEP_KEYS, KEY_START, out_ptr.dtype.element_ty, True
-                )
+                scores, values = _load_step(start, end, *args, ROWS, BLOCK_SIZE, STEP_KEYS, KEY_START, DTYPE, True)
                 row_max, row_sum, acc = take_in(scores, values, row_max, row_sum, acc, scale_log2, STEP_KEYS)
         for start in range(lead, full, STEP_KEYS):
-            scores, values = _load_step(
-                start, end, *args, ROWS, BLOCK_SIZE, STEP_KEYS, KEY_START, out_ptr.dtype.element_ty, False
-            )
+            scores, values = _load_step(start, end, *args, ROWS, BLOCK_SIZE, STEP_KEYS, KEY_START, DTYPE, False)
             row_max, row_sum, acc = take_in(scores, values, row_max, row_sum, acc, scale_log2, STEP_KEYS)
         if full < end:
             row_max, row_sum, acc = take_in(edge_scores, edge_values, row_max, row_sum, acc, scale_log2, STEP_KEYS)
         for start in range(full + STEP_KEYS, end, STEP_KEYS):
-            scores, values = _load_step(
-                start, end, *args, ROWS, BLOCK_SIZE, STEP_KEYS, KEY_START, out_ptr.dtype.element_ty, True
-            )
+            scores, values = _load_step(start, end, *args, ROWS, BLOCK_SIZE, STEP_KEYS, KEY_START, DTYPE, True)
             row_max, row_sum, acc = take_in(scores, values, row_max, row_sum, acc, scale_log2, STEP_KEYS)
         store_result(
             acc, row_max, row_sum, out_ptr, partial_ptr, place * (tl.num_programs(2) // SLICES) + split, row,

@@ -46,3 +46,21 @@ def tile_of_request(tile, request, idx_mapping_ptr, query_start_loc_ptr, seq_len
     count = tl.minimum(tl.maximum(query_len - offset, 0), QUERIES)
     position = tl.load(seq_lens_ptr + request) - query_len + offset
     return slot.to(tl.int64), (row + offset).to(tl.int64), count, position
+
+
+@triton.jit
+def tile_place():
+    """Return the place of this program's tile and heads among those of all programs, int64."""
+    return (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
+
+
+@triton.jit
+def real_rows(row, count, first_head, GROUP: tl.constexpr, HEADS: tl.constexpr):
+    """Return which rows of a tile, that has HEADS of a group's heads from `first_head` on, belong to a query."""
+    return (first_head + row % HEADS < GROUP) & (row // HEADS < count)
+
+
+@triton.jit
+def head_rows(row, q_row, num_heads, kv_head, first_head, GROUP: tl.constexpr, HEADS: tl.constexpr):
+    """Return where a tile's rows lie among tokens x heads."""
+    return (q_row + row // HEADS) * num_heads + kv_head * GROUP + (first_head + row % HEADS)

@@ -41,7 +41,7 @@ _DENSE_TILE = (64, 256, 5)
 _DENSE_PROGRAMS = 132
 # Of a product by heads for few rows: the most of them, a tile's columns, and its inner step beyond 16 rows. So many
 # programs fit into a GPU at once, and no fewer should run if rows can be shared out among more.
-_FEW_BATCHED_ROWS = 128
+_FEW_BATCHED_ROWS = 64
 _BATCHED_COLUMNS, _BATCHED_STEP = 64, 128
 _BATCHED_PROGRAMS = (96, 264)
 _TEST_COUNTS = (16, 32, 48, 112)
@@ -203,8 +203,8 @@ def _few_batched(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> to
         rows //= 2
     _batched_linear_kernel[(num_heads, tiles, triton.cdiv(len(x), rows))](
         x, x.stride(0), x.stride(1), weight, out, out.stride(0), out.stride(1), len(x), num_columns, INNER=inner,
-        STEP=inner if rows == 16 else min(inner, _BATCHED_STEP), ROWS=rows, COLUMNS=_BATCHED_COLUMNS,
-        num_warps=8 if rows == 128 else 4, **pdl(),
+        STEP=inner if rows == 16 else min(inner, _BATCHED_STEP), ROWS=rows, COLUMNS=_BATCHED_COLUMNS, num_warps=4,
+        **pdl(),
     )  # fmt: skip
     return out
 

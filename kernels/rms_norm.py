@@ -210,13 +210,14 @@ def _combine_norm_kernel(
     weights, places = (), ()
     for j in tl.static_range(TOP_K):
         place = token * TOP_K + j
-        weights += (tl.load(weights_ptr + place),)
-        places += (tl.load(places_ptr + place).to(tl.int64) if HAS_PLACES else place,)
+        weights += (tl.load(weights_ptr + place),)  # type: ignore[assignment]
+        places += (tl.load(places_ptr + place).to(tl.int64) if HAS_PLACES else place,)  # type: ignore[assignment]
     wait_for_inputs(PDL)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     parts = ()  # with few elements a thread, the compiler asks for nearly all before it needs the first
     for j in tl.static_range(TOP_K):
-        parts += (tl.load(rows_ptr + places[j] * width + columns, mask=mask, other=0.0),)
+        part = tl.load(rows_ptr + places[j] * width + columns, mask=mask, other=0.0)
+        parts += (part,)  # type: ignore[assignment]
     acc = tl.zeros([BLOCK], dtype=tl.float32)
     for j in tl.static_range(TOP_K):
         acc += weights[j] * parts[j].to(tl.float32)

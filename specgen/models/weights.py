@@ -194,6 +194,8 @@ def fill_random(plan: Plan, seed: int, dtype: torch.dtype, on_progress: OnProgre
                 weight.fill_(0.0 if name.endswith("bias") else 1.0)
             elif name.endswith("_scale_inv"):
                 weight.fill_((target.shape[-1] * BLOCK) ** -0.5)  # FP8 values are about 1
+            elif weight.dtype == dtype:  # in its place: memory in between would stay taken, in pieces
+                weight.normal_(0.0, target.shape[-1] ** -0.5, generator=generators[device])
             else:
                 values = torch.empty(weight.shape, dtype=dtype, device=device)
                 spread = 1.0 if weight.dtype == torch.float8_e4m3fn else target.shape[-1] ** -0.5
