@@ -45,6 +45,8 @@ class SpecStats:
         self.drafted += num_drafted
         self.accepted += num_accepted
         self.emitted += num_emitted
+        if not num_drafted:
+            return
         self._widen(num_drafted)
         for position in range(num_drafted):
             self.drafted_per_pos[position] += 1

@@ -149,12 +149,14 @@ class KVBlockManager:
         """Makes the request's full blocks findable: the KV of `num_verified_tokens` tokens is final."""
         if not self.enable_prefix_caching:
             return
-        table = self._tables[request.request_id]
         first = self._num_published.get(request.request_id, 0)
-        last = min(num_verified_tokens, request.num_tokens - 1) // self.block_size
+        last = min(num_verified_tokens, len(request.token_ids) - 1) // self.block_size
+        if last <= first:
+            return
+        table = self._tables[request.request_id]
         for i in range(first, last):
             self.pool.publish(table[i], self._hash(request, i))
-        self._num_published[request.request_id] = max(first, last)
+        self._num_published[request.request_id] = last
 
     def free(self, request: Request) -> None:
         """Gives back all blocks of the request, which may come again."""

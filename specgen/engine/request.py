@@ -97,6 +97,7 @@ class Request:
     seed: int
     max_tokens: int
     stop_ids: frozenset[int]
+    end_ids: frozenset[int] = frozenset()  # stop_ids, and EOS where it ends the request
     token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     spec_token_ids: list[int] = field(default_factory=list)
@@ -132,14 +133,10 @@ class Request:
         return len(self.token_ids) - len(self.prompt_token_ids)
 
     @property
-    def num_tokens_with_spec(self) -> int:
-        """Committed tokens and drafts still to be verified."""
-        return len(self.token_ids) + len(self.spec_token_ids)
-
-    @property
     def num_tokens_left(self) -> int:
         """Upper bound of the tokens that a step scheduled now can still add (each step in flight adds at least one)."""
-        return self.max_tokens - self.num_output_tokens - self.num_sampling_steps_in_flight
+        num_output = len(self.token_ids) - len(self.prompt_token_ids)
+        return self.max_tokens - num_output - self.num_sampling_steps_in_flight
 
     @property
     def lacks_prompt_logprobs(self) -> bool:

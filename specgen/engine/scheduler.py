@@ -1,7 +1,7 @@
 """Decides in each step which requests get how many tokens, and takes the step's results back.
 
 Knows requests, counts and blocks; nothing of tensors or text. There is no prefill or decode phase: a step gives a
-request the tokens that its computed count lacks, `num_tokens_with_spec + placeholders - num_computed_tokens`, within
+request the tokens that its computed count lacks, `num_tokens + drafts + placeholders - num_computed_tokens`, within
 the budget.
 
 Order is first come, first served: running before waiting; the youngest running request is preempted when blocks run
@@ -82,7 +82,8 @@ class Scheduler:
             params=new.params,
             seed=new.seed,
             max_tokens=min(new.params.max_tokens or limit, limit - num_prompt),
-            stop_ids=frozenset(new.params.stop_token_ids),
+            stop_ids=(stop_ids := frozenset(new.params.stop_token_ids)),
+            end_ids=stop_ids if new.params.ignore_eos else stop_ids | self.config.eos_token_ids,
             token_ids=list(new.prompt_token_ids),
             stop_check=new.new_stop_check() if new.params.stop and new.new_stop_check is not None else None,
             prompt_logprobs=[None] * num_prompt if new.params.prompt_logprobs is not None else None,
@@ -189,16 +190,15 @@ class Scheduler:
         num_left = request.num_tokens_left
         if num_left <= 0:
             return 0  # the steps in flight end it for certain
-        num_useless = max(0, len(request.spec_token_ids) - (num_left - 1))
-        num_promised = request.num_tokens_with_spec - num_useless + request.num_output_placeholders
-        num_new = num_promised - request.num_computed_tokens
-        return max(0, min(num_new, budget, self.config.max_model_len - 1 - request.num_computed_tokens))
+        num_useful = min(len(request.spec_token_ids), num_left - 1)
+        num_promised = len(request.token_ids) + num_useful + request.num_output_placeholders
+        num_computed = request.num_computed_tokens
+        return max(0, min(num_promised - num_computed, budget, self.config.max_model_len - 1 - num_computed))
 
     def _try_allocate(self, request: Request, num_new: int) -> ScheduledRow | None:
         """The request's row, with the drafts and lookahead slots that there are blocks for; None if no token fits."""
-        committed = request.num_tokens + request.num_output_placeholders
-        num_drafts = max(0, request.num_computed_tokens + num_new - committed)
-        samples = request.num_computed_tokens + num_new >= committed
+        num_behind = request.num_computed_tokens + num_new - len(request.token_ids) - request.num_output_placeholders
+        samples, num_drafts = num_behind >= 0, max(0, num_behind)
         num_lookahead = self._num_usable_drafts(request) if samples else 0
         first_block = len(self.kv.block_ids(request))
         for tokens, lookahead in ((num_new, num_lookahead), (num_new, 0), (num_new - num_drafts, 0)):
@@ -246,7 +246,7 @@ class Scheduler:
             request = self.requests.get(row.request_id)
             if request is None:
                 continue  # ended while the step was in flight
-            if (part := result.prompt_logprobs.get(b)) is not None:
+            if result.prompt_logprobs and (part := result.prompt_logprobs.get(b)) is not None:
                 assert request.prompt_logprobs is not None
                 request.prompt_logprobs[part.first : part.first + len(part.values)] = part.values
             logprobs = result.logprobs[b] if result.logprobs is not None else []
@@ -278,7 +278,7 @@ class Scheduler:
             message = f"the model's logits are not numbers (NaN) at output token {request.num_output_tokens}"
             return self._fail(request, message)._replace(new_token_ids=kept, error_code="nan_logits")
         if not stale:
-            self.kv.publish(request, request.num_tokens - 1 if sampled else row.num_computed_after)
+            self.kv.publish(request, len(request.token_ids) - 1 if sampled else row.num_computed_after)
         if request.finish_reason is not None:
             self._finish(request, request.finish_reason, request.stop)
         if not kept:
@@ -288,19 +288,19 @@ class Scheduler:
         return self._output(request, kept)._replace(logprobs=list(logprobs[: len(kept)]))
 
     def _append(self, request: Request, sampled: list[int]) -> list[int]:
-        kept = []
-        for token in sampled:
+        most = len(request.prompt_token_ids) + request.max_tokens
+        for i, token in enumerate(sampled):
             if token == NAN_TOKEN:
                 request.finish_reason = "error"
-                break
+                return sampled[:i]
             request.token_ids.append(token)
-            kept.append(token)
-            self._check_stop(request, token)
-            if request.finish_reason is not None:
-                # only strings are the host's alone to find
-                assert len(kept) == len(sampled) or request.stop_at is not None, "the device went on behind an end"
-                break
-        return kept
+            if token in request.end_ids or request.stop_check is not None or len(request.token_ids) >= most:
+                self._check_stop(request, token)
+                if request.finish_reason is not None:
+                    # only strings are the host's alone to find
+                    assert i + 1 == len(sampled) or request.stop_at is not None, "the device went on behind an end"
+                    return sampled[: i + 1]
+        return sampled
 
     def _check_stop(self, request: Request, token: int) -> None:
         if token in self.config.eos_token_ids and not request.params.ignore_eos:

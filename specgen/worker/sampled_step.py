@@ -37,11 +37,12 @@ class SampledStep:
         """Waits for the copy; a list of ids a row."""
         if self._event is not None:
             self._event.synchronize()
-        token_ids, num_accepted = [], []
-        for num_sampled, *ids in self._packed.tolist():
-            token_ids.append(ids[:num_sampled])
+        token_ids, num_accepted, most = [], [], self._packed.shape[1] - 1
+        for row in self._packed.tolist():
+            num_sampled = row[0]
+            token_ids.append(row[1 : num_sampled + 1])
             # the last one is a draft too if the row ended with it and was sampled beyond
-            is_cut = 0 < num_sampled < len(ids) and ids[num_sampled] != -1
+            is_cut = 0 < num_sampled < most and row[num_sampled + 1] != -1
             num_accepted.append(num_sampled if is_cut else max(0, num_sampled - 1))
         if self._logprobs is None and not self._prompt_parts:
             return ModelRunnerOutput(token_ids, num_accepted)
