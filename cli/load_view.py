@@ -23,8 +23,8 @@ class LoadView:
 
     def kernels(self, num_compiled: int, total: int) -> None:
         """Of the kernels that are known to be needed, so many are compiled."""
-        if (seconds := self._seconds_if_due("kernels", num_compiled == total)) is not None:
-            self._console.note(f"compiling kernels, once on this machine: {num_compiled} of {total}, {seconds:.0f} s")
+        if (seconds := self._seconds_if_due("kernels", is_end=False)) is not None:  # more may become known
+            self._console.note(f"kernels: {num_compiled} of {total} compiled, {seconds:.0f} s")
 
     def _seconds_if_due(self, what: str, is_end: bool) -> float | None:
         """Seconds since the first call for `what`, if they are worth a note now; the end is, if there was one."""

@@ -90,8 +90,8 @@ def sort_pairs(ids: torch.Tensor, num_experts: int, num_shared: int = 0, height:
 
 
 def _looked_at(num_chunks: int) -> int:
-    """Return how many chunks' counts a program of `_sort_kernel` looks at: a power of 8, for few kernels to compile."""
-    return 1 if num_chunks <= 1 else 8 * _looked_at(triton.cdiv(num_chunks, 8))
+    """Return how many chunks' counts a program of `_sort_kernel` looks at: few numbers, for few kernels to compile."""
+    return next((few for few in (1, 8, 64) if few >= num_chunks), triton.next_power_of_2(num_chunks))
 
 
 def sorted_products(x: torch.Tensor, pairs: SortedPairs, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
@@ -240,7 +240,8 @@ def _gather_kernel(x_ptr, tokens_ptr, rows_ptr, width, BLOCK: tl.constexpr, PDL:
     token = tl.load(tokens_ptr + row).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < width
-    tl.store(rows_ptr + row * width + columns, tl.load(x_ptr + token * width + columns, mask=mask), mask=mask)
+    values = tl.load(x_ptr + token * width + columns, mask=mask, other=0.0)
+    tl.store(rows_ptr + row * width + columns, values, mask=mask)
 
 
 @triton.jit(do_not_specialize=["max_tiles"])

@@ -20,8 +20,9 @@ try:
     import triton.language as tl
 
     HAS_TRITON = True
+    TRITON_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 except ImportError:
-    HAS_TRITON = False
+    HAS_TRITON, TRITON_VERSION = False, (0, 0)
 
     class _Kernel:
         """A kernel that was declared but can't be launched."""
@@ -165,7 +166,7 @@ def num_processors() -> int:
 
 
 try:
-    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
+    if TRITON_VERSION < (3, 6):
         raise ImportError("layouts and warp groups are written otherwise in older ones")
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
@@ -179,6 +180,7 @@ except (ImportError, AttributeError):  # a Triton without it, or none
 
 __all__ = [
     "HAS_TRITON",
+    "TRITON_VERSION",
     "ask_for",
     "can_use_tma",
     "descriptor",

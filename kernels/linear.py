@@ -39,11 +39,12 @@ _MANY_TILE = (64, 64, 128, 4)
 _FEW_DENSE_ROWS = 16
 _DENSE_TILE = (64, 256, 5)
 _DENSE_PROGRAMS = 132
-# Of a product by heads for few rows: the most of them, a tile's columns, and its inner step beyond 16 rows. So many
-# programs fit into a GPU at once, and no fewer should run if rows can be shared out among more.
-_FEW_BATCHED_ROWS = 64
+# Of a product by heads for few rows: the most of them, and those up to which the whole inner dimension is one step; a
+# tile's columns, and the inner step for more rows. With too few programs, rows are shared out; with too many, the library
+# is as fast for all but the fewest rows.
+_FEW_BATCHED_ROWS, _WHOLE_BATCHED_ROWS = 64, 16
 _BATCHED_COLUMNS, _BATCHED_STEP = 64, 128
-_BATCHED_PROGRAMS = (96, 264)
+_LEAST_BATCHED_PROGRAMS, _MOST_BATCHED_PROGRAMS = 96, 264
 _TEST_COUNTS = (16, 32, 48, 112)
 _TEST_ITEMS = (1, 2, 3, 8)
 
@@ -187,8 +188,9 @@ def _are_few_by_heads(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether `_few_batched` is for this product: where its bits were found to be cuBLAS's, in bfloat16 on Hopper."""
     num_heads, num_columns, inner = weight.shape
     fits = inner & (inner - 1) == 0 and 16 <= inner <= 512 and weight.is_contiguous()
-    is_wave = len(x) <= 16 or num_heads * triton.cdiv(num_columns, _BATCHED_COLUMNS) <= _BATCHED_PROGRAMS[1]
-    return len(x) <= _FEW_BATCHED_ROWS and is_wave and fits and x.dtype == torch.bfloat16 and is_hopper()
+    num_programs = num_heads * triton.cdiv(num_columns, _BATCHED_COLUMNS)
+    most = _FEW_BATCHED_ROWS if num_programs <= _MOST_BATCHED_PROGRAMS else _WHOLE_BATCHED_ROWS
+    return len(x) <= most and fits and x.dtype == torch.bfloat16 and is_hopper()
 
 
 def _few_batched(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -198,13 +200,13 @@ def _few_batched(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> to
     """
     num_heads, num_columns, inner = weight.shape
     tiles = triton.cdiv(num_columns, _BATCHED_COLUMNS)
-    rows = triton.next_power_of_2(max(16, len(x)))
-    while rows > 32 and num_heads * tiles * triton.cdiv(len(x), rows) < _BATCHED_PROGRAMS[0]:
+    rows = triton.next_power_of_2(max(_WHOLE_BATCHED_ROWS, len(x)))
+    while rows > 32 and num_heads * tiles * triton.cdiv(len(x), rows) < _LEAST_BATCHED_PROGRAMS:
         rows //= 2
     _batched_linear_kernel[(num_heads, tiles, triton.cdiv(len(x), rows))](
         x, x.stride(0), x.stride(1), weight, out, out.stride(0), out.stride(1), len(x), num_columns, INNER=inner,
-        STEP=inner if rows == 16 else min(inner, _BATCHED_STEP), ROWS=rows, COLUMNS=_BATCHED_COLUMNS, num_warps=4,
-        **pdl(),
+        STEP=inner if rows == _WHOLE_BATCHED_ROWS else min(inner, _BATCHED_STEP), ROWS=rows,
+        COLUMNS=_BATCHED_COLUMNS, num_warps=4, **pdl(),
     )  # fmt: skip
     return out
 

@@ -97,7 +97,7 @@ class Request:
     seed: int
     max_tokens: int
     stop_ids: frozenset[int]
-    end_ids: frozenset[int] = frozenset()  # stop_ids, and EOS where it ends the request
+    eos_ids: frozenset[int]
     token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     spec_token_ids: list[int] = field(default_factory=list)

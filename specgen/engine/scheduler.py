@@ -82,8 +82,8 @@ class Scheduler:
             params=new.params,
             seed=new.seed,
             max_tokens=min(new.params.max_tokens or limit, limit - num_prompt),
-            stop_ids=(stop_ids := frozenset(new.params.stop_token_ids)),
-            end_ids=stop_ids if new.params.ignore_eos else stop_ids | self.config.eos_token_ids,
+            stop_ids=frozenset(new.params.stop_token_ids),
+            eos_ids=frozenset() if new.params.ignore_eos else self.config.eos_token_ids,
             token_ids=list(new.prompt_token_ids),
             stop_check=new.new_stop_check() if new.params.stop and new.new_stop_check is not None else None,
             prompt_logprobs=[None] * num_prompt if new.params.prompt_logprobs is not None else None,
@@ -172,7 +172,7 @@ class Scheduler:
                     request.seed,
                     request.num_computed_tokens,
                     num_cached,
-                    frozenset() if request.params.ignore_eos else self.config.eos_token_ids,
+                    request.eos_ids,
                     request.num_prompt_tokens + request.max_tokens,
                 )
             )
@@ -294,7 +294,8 @@ class Scheduler:
                 request.finish_reason = "error"
                 return sampled[:i]
             request.token_ids.append(token)
-            if token in request.end_ids or request.stop_check is not None or len(request.token_ids) >= most:
+            is_end = token in request.eos_ids or token in request.stop_ids or len(request.token_ids) >= most
+            if is_end or request.stop_check is not None:
                 self._check_stop(request, token)
                 if request.finish_reason is not None:
                     # only strings are the host's alone to find
@@ -303,7 +304,7 @@ class Scheduler:
         return sampled
 
     def _check_stop(self, request: Request, token: int) -> None:
-        if token in self.config.eos_token_ids and not request.params.ignore_eos:
+        if token in request.eos_ids:
             request.finish_reason, request.stop = "stop", EOS_NAME
         elif token in request.stop_ids:
             request.finish_reason, request.stop = "stop", token

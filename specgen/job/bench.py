@@ -24,7 +24,6 @@ from specgen.job.trace import idle, read_trace, summarize, traced_steps
 from specgen.job.workloads import Workload
 from specgen.recipe import Recipe
 from specgen.stats import counted
-from specgen.worker.config import resolve_device, resolve_max_num_batched_tokens
 from specgen.worker.trace import StepTrace
 
 _WARM_UP_TOKENS = 8
@@ -119,14 +118,6 @@ def run_bench(
     return bench.result(peer)
 
 
-def step_tokens(recipe: Recipe, engine: BenchEngine) -> int:
-    """Return the most tokens of a step of the recipe's engine."""
-    there = engine.description.get("max_num_batched_tokens")
-    if isinstance(there, int):
-        return there
-    return resolve_max_num_batched_tokens(recipe.engine.max_num_batched_tokens, resolve_device(recipe.model.device))
-
-
 class _Bench:
     """The passes of a plan, and what they gave."""
 
@@ -172,7 +163,9 @@ class _Bench:
         with self._make_engine(candidate) as engine:
             first_seconds = 0.0
             for workload, case in zip(plan.workloads, self._cases, strict=True):
-                case.sides[i].tokens_per_step = step_tokens(candidate.recipe, engine)
+                tokens_per_step = engine.description["max_num_batched_tokens"]
+                assert isinstance(tokens_per_step, int)
+                case.sides[i].tokens_per_step = tokens_per_step
                 requests = self._requests(workload, candidate, engine)
                 self.prompts = [request.prompt_token_ids for request in requests]
                 case.rows, case.prompt_tokens = len(requests), sum(map(len, self.prompts))

@@ -114,10 +114,9 @@ class Side:
         if model is None or ceilings is None:
             return None
         context = shape.prompt_tokens + shape.output_tokens / 2
-        tokens_per_step = self.tokens_per_step or shape.prompt_tokens
         prefill = 0.0
         if with_prompts:
-            cost = model.prefill(shape.rows, shape.prompt_tokens, tokens_per_step, self.num_tokens)
+            cost = model.prefill(shape.rows, shape.prompt_tokens, self.tokens_per_step, self.num_tokens)
             prefill = cost.seconds(ceilings)
         last = self.rounds[-1]
         decode = sum(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from specgen.kernels._triton import HAS_TRITON
+from specgen.kernels._triton import TRITON_VERSION
 from specgen.models.families import TargetModel
 
 logger = logging.getLogger(__name__)
@@ -38,25 +39,37 @@ class _Zeros(TorchFunctionMode):
         return result.zero_() if func in _UNFILLED else result
 
 
+def _num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class _Threads(ThreadPoolExecutor):
-    """As many as there are cores; says how many of the tasks so far are done."""
+    """As many as there are cores, within reason; says how many of the tasks so far are done."""
 
     def __init__(self, on_progress: Callable[[int, int], None] | None) -> None:
-        super().__init__(min(_MOST_THREADS, os.cpu_count() or 1))
+        super().__init__(min(_MOST_THREADS, _num_cores()))
         self._on_progress = on_progress
-        self._futures: list[Future[Any]] = []
+        self._lock = threading.RLock()  # a task that is done already is told of where it is added
+        self._num_tasks = self._num_done = 0
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """As an executor does."""
-        future = super().submit(fn, *args, **kwargs)
-        self._futures.append(future)
-        self._tell(future)
-        future.add_done_callback(self._tell)
+        with self._lock:
+            future = super().submit(fn, *args, **kwargs)
+            self._num_tasks += 1
+            self._tell()
+            future.add_done_callback(self._count)
         return future
 
-    def _tell(self, _: Future[Any]) -> None:
+    def _count(self, _: Future[Any]) -> None:
+        with self._lock:
+            self._num_done += 1
+            self._tell()
+
+    def _tell(self) -> None:
         if self._on_progress is not None:
-            self._on_progress(sum(future.done() for future in self._futures), len(self._futures))
+            self._on_progress(self._num_done, self._num_tasks)
 
 
 def compile_ahead(
@@ -64,18 +77,16 @@ def compile_ahead(
     steps: Iterable[Callable[[], object]],
     on_progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """The kernels that `steps` of `target` launch are compiled, as many at once as there are cores.
+    """The kernels that `steps` of `target` launch are compiled, as many at once as there are cores, up to 16.
 
     Of the target's layers, steps go through one of each kind. No kernel is launched: their results are zeros. One that
     can't be compiled says so when it is launched. `on_progress(compiled, known so far)` is told from any thread. Does
-    nothing without Triton, or with one that can't compile in threads (before 3.5).
+    nothing without Triton, or with one that can't compile so (before 3.6).
     """
-    if not HAS_TRITON:
+    if TRITON_VERSION < (3, 6):
         return
-    try:
-        from triton import AsyncCompileMode
-    except ImportError:
-        return
+    from triton import AsyncCompileMode
+
     started = time.perf_counter()
     threads = _Threads(on_progress)
     with threads, AsyncCompileMode(threads, ignore_errors=True), _one_of_each_kind(target), _only_compiled(), _Zeros():
@@ -95,8 +106,9 @@ def _only_compiled() -> Iterator[None]:
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
         future = getattr(kernel, "future", None)
-        if future is not None and future.done():  # from now on it is found at once
-            kernel.result(ignore_errors=True)
+        # From now on it is found at once. One that failed is for the end, which forgets it.
+        if future is not None and future.done() and future.exception() is None:
+            kernel.result()
         return kernel
 
     JITFunction.run = compile_only
@@ -108,7 +120,7 @@ def _only_compiled() -> Iterator[None]:
 
 @contextmanager
 def _one_of_each_kind(target: TargetModel) -> Iterator[None]:
-    """The target has one layer of each kind: the first with experts, and the first without."""
+    """The target has one layer of each kind, which is its feed-forward's: all layers have one attention."""
     layers = target.layers
     kinds = {type(layer.mlp): layer for layer in reversed(layers)}
     target.layers = nn.ModuleList(kinds.values())

@@ -23,7 +23,7 @@ class WorkerConfig:
     by_ratio: drafts are judged by the ratio of the two distributions, and drawn with noise of their own. draft_folder:
     of a draft head that takes the place of the model's own. exact: products on CUDA don't depend on how many rows there
     are. kv_dtype: of the KV pool, target's and draft layers'; None is dtype. widens_steps: steps have twice the tokens
-    where the memory for it is left, see `Worker.config`.
+    where the KV of all rows leaves memory for it.
     """
 
     folder: Path | None

@@ -1,8 +1,8 @@
 """Where the time goes before and between the first steps: weights, the measured step, graphs, and Triton's compiler.
 
-Graphs are captured when they are first used. Kernels are compiled before the measured step, side by side, or when they
-are first used, within a capture or a step that has no graph: what is counted as compiling is part of what is counted
-there, but for threads, whose seconds add up.
+Graphs are captured when they are first used. Kernels are compiled side by side before the measured step, where steps
+are captured, or when they are first used, within a capture or a step that has no graph: what is counted as compiling is
+part of what is counted there, but for threads, whose seconds add up.
 """
 
 from __future__ import annotations

@@ -47,7 +47,10 @@ def _no_memory(error: BaseException) -> ModelError:
 
 
 class Worker:
-    """Loads the model, sizes the KV pool and runs steps."""
+    """Loads the model, sizes the KV pool and runs steps.
+
+    config: as it was given, but for `max_num_batched_tokens`, see `WorkerConfig.widens_steps`.
+    """
 
     def __init__(
         self,
@@ -113,10 +116,10 @@ class Worker:
             keeps_draft_logits=c.by_ratio and c.num_speculative_tokens > 0,
         )
         started = time.perf_counter()
-        self.budget = self._plan_memory(compiles=True)
+        self.budget = self._plan_memory(smaller_too=True)
         if c.widens_steps and self._has_room_for_wider_steps():
             self.config = c = replace(c, max_num_batched_tokens=2 * c.max_num_batched_tokens)
-            self.budget = self._plan_memory(compiles=False)
+            self.budget = self._plan_memory(smaller_too=False)
         self.largest_step_seconds = time.perf_counter() - started
         self.kv_caches = self._new_kv_caches(self.budget.num_blocks)
         self.runner = self._new_runner(self.kv_caches)
@@ -212,14 +215,15 @@ class Worker:
         is_filled = c.max_num_seqs * c.max_model_len > c.max_num_batched_tokens
         return is_filled and budget.left > _ROOM * (budget.step_peak + budget.graphs)
 
-    def _plan_memory(self, compiles: bool) -> MemoryBudget:
+    def _plan_memory(self, smaller_too: bool) -> MemoryBudget:
+        """Measures the largest steps, their kernels being compiled before; with `smaller_too`, those of all steps."""
         c = self.config
         max_blocks = -(-c.max_model_len // c.block_size)
         steps, runner = self._largest_steps()
-        if compiles and self._uses_graphs:
-            others = partial(runner.run_all_kinds, c.max_num_seqs, c.max_num_batched_tokens)
-            told = self._progress.kernels if self._progress is not None else None
-            compile_ahead(self.model.target, [steps.forward, steps.rest, steps.decode, others], told)
+        if self._uses_graphs:
+            smaller = partial(runner.run_all_kinds, c.max_num_seqs, c.max_num_batched_tokens)
+            kinds = [steps.forward, steps.rest, *((steps.decode, smaller) if smaller_too else ())]
+            compile_ahead(self.model.target, kinds, self._progress.kernels if self._progress is not None else None)
         return plan_memory(
             c.device,
             steps,

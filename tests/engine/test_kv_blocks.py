@@ -14,7 +14,7 @@ BLOCK = 4
 
 
 def request(request_id: int, token_ids: list[int]) -> Request:
-    return Request(request_id, token_ids, SamplingParams(), 0, 100, frozenset(), token_ids=list(token_ids))
+    return Request(request_id, token_ids, SamplingParams(), 0, 100, frozenset(), frozenset(), token_ids=list(token_ids))
 
 
 def manager(num_blocks: int = 20, caching: bool = True, max_model_len: int = 64) -> KVBlockManager:

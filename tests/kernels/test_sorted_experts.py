@@ -125,3 +125,10 @@ def test_hopper_has_the_same_bits(
     for _ in range(3):
         assert torch.equal(sorted_products(x, pairs, w13, w2), want)
     assert "experts of many tokens" not in not_compiled
+
+
+def test_few_kernels_sort_and_none_looks_at_many_more_chunks_than_there_are() -> None:
+    """A kernel for each number of chunks is compiled, and compiling and running it take what it looks at."""
+    looked_at = {num: module._looked_at(num) for num in range(1, 600)}
+    assert [looked_at[num] for num in (1, 2, 8, 9, 64, 65, 72, 129)] == [1, 8, 8, 64, 64, 128, 128, 256]
+    assert all(most >= num for num, most in looked_at.items()) and len(set(looked_at.values())) == 7

@@ -11,6 +11,7 @@ import torch
 from harness import Harness, Result, Row
 from tiny import write_checkpoint
 
+from specgen.models.context import AttentionContext
 from specgen.sampling_params import SamplingParams
 from specgen.worker import forward_graphs, graphs
 from specgen.worker.forward_graphs import token_counts
@@ -91,25 +92,32 @@ def test_captured_steps_of_padded_rows_and_tokens_change_nothing(k: int, tmp_pat
     assert sum(graph.num_replays for graph in captured) > 2 * len(captured)
 
 
-def test_steps_that_only_compile_are_of_every_kind_and_nobodys(tmp_path: Path, captured: list[Again]) -> None:
+def test_steps_that_only_compile_are_of_every_kind_and_nobodys(
+    tmp_path: Path, captured: list[Again], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "_SHORTEST", 32)
     folder = write_checkpoint(tmp_path)
     rows = make_rows()
     want = ids(Harness(folder, k=2, max_num_seqs=7).run(rows))
     harness = Harness(folder, k=2, max_num_seqs=7)
     runner = harness.worker.runner
-    sizes: list[int] = []
+    seen: list[tuple[int, int]] = []
     forward = runner.target.forward
 
-    def note(input_ids: torch.Tensor, *args: Any) -> torch.Tensor:
-        sizes.append(len(input_ids))
-        return forward(input_ids, *args)
+    def note(input_ids: torch.Tensor, context: AttentionContext, *args: Any) -> torch.Tensor:
+        seen.append((len(input_ids), context.max_seq_len))
+        return forward(input_ids, context, *args)
 
     runner.target.forward = note
-    pool = runner.kv_caches.clone()
+    pool = harness.worker.kv_caches  # the draft layers' as well
+    before = pool.clone()
     runner.run_all_kinds(7, 600)
-    assert sizes[:4] == [600, 512, 384, 256]
-    assert {size // 3 for size in sizes[4:]} == {1, 2, 4, 7} and not captured
-    assert torch.equal(runner.kv_caches[:, 1:], pool[:, 1:]), "of nobody nothing is written"
+    longest = seen[-1][1]
+    assert longest > 32 and not captured
+    assert seen[:4] == [(600, 32), (512, 32), (384, 32), (256, 32)]
+    assert seen[4:12] == [(3 * size, bound) for bound in (32, longest) for size in (1, 2, 4, 7)]
+    assert seen[12:] == [(21, longest)], "the largest, greedy"
+    assert torch.equal(pool[:, 1:], before[:, 1:]), "of nobody nothing is written"
     assert ids(harness.run(rows)) == want
 
 

@@ -158,7 +158,7 @@ def test_the_measured_step_leaves_nothing_behind(tiny: Path) -> None:
 
 @pytest.mark.parametrize(
     ("left", "max_num_seqs", "want"),
-    [(200 * MIB, 4, 128), (100 * MIB, 4, 64), (200 * MIB, 1, 64)],
+    [(161 * MIB, 4, 128), (160 * MIB, 4, 64), (161 * MIB, 1, 64)],
     ids=["twice as many", "no room", "never filled"],
 )
 def test_steps_have_twice_the_tokens_where_memory_is_left(
@@ -171,8 +171,9 @@ def test_steps_have_twice_the_tokens_where_memory_is_left(
     def plan(device: torch.device, steps: LargestSteps, block_bytes: int, *args: object) -> MemoryBudget:
         steps.forward()
         steps.rest()
-        kv = 40 * block_bytes
-        return MemoryBudget(2000 * MIB, left + kv + 80 * MIB, 0, 60 * MIB, 20 * MIB, block_bytes, 40)
+        num_blocks = 40 + len(measured)
+        limit = left + num_blocks * block_bytes + 80 * MIB
+        return MemoryBudget(2000 * MIB, limit, 0, 60 * MIB, 20 * MIB, block_bytes, num_blocks)
 
     forward = DeepseekV3ForCausalLM.forward
 
@@ -186,3 +187,4 @@ def test_steps_have_twice_the_tokens_where_memory_is_left(
     assert worker.config.max_num_batched_tokens == want
     most = min(want, max_num_seqs * 63)
     assert measured[-1] == most and len(measured) == 1 + (want == 128)
+    assert worker.budget.num_blocks == worker.kv_caches.shape[1] == 40 + len(measured), "the last plan holds"
