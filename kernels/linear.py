@@ -40,8 +40,8 @@ _FEW_DENSE_ROWS = 16
 _DENSE_TILE = (64, 256, 5)
 _DENSE_PROGRAMS = 132
 # Of a product by heads for few rows: the most of them, and those up to which the whole inner dimension is one step; a
-# tile's columns, and the inner step for more rows. With too few programs, rows are shared out; with too many, the library
-# is as fast for all but the fewest rows.
+# tile's columns, and the inner step for more rows. With too few programs, rows are shared out; with too many, the
+# library is as fast for all but the fewest rows.
 _FEW_BATCHED_ROWS, _WHOLE_BATCHED_ROWS = 64, 16
 _BATCHED_COLUMNS, _BATCHED_STEP = 64, 128
 _LEAST_BATCHED_PROGRAMS, _MOST_BATCHED_PROGRAMS = 96, 264
