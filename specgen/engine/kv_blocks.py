@@ -130,8 +130,13 @@ class KVBlockManager:
 
         None, and nothing taken, when the pool has too few free blocks.
         """
-        table = self._tables.setdefault(request.request_id, [])
-        num_slots = min(request.num_computed_tokens + num_new_tokens + num_lookahead_tokens, self.max_model_len)
+        table = self._tables.get(request.request_id)
+        if table is None:
+            table = self._tables[request.request_id] = []
+        num_slots = request.num_computed_tokens + num_new_tokens + num_lookahead_tokens
+        if num_slots <= len(table) * self.block_size:
+            return []
+        num_slots = min(num_slots, self.max_model_len)
         num_needed = -(-num_slots // self.block_size) - len(table)
         if num_needed <= 0:
             return []
@@ -150,7 +155,8 @@ class KVBlockManager:
         if not self.enable_prefix_caching:
             return
         first = self._num_published.get(request.request_id, 0)
-        last = min(num_verified_tokens, len(request.token_ids) - 1) // self.block_size
+        num_final = len(request.token_ids) - 1
+        last = (num_verified_tokens if num_verified_tokens < num_final else num_final) // self.block_size
         if last <= first:
             return
         table = self._tables[request.request_id]

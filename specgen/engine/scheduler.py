@@ -190,10 +190,12 @@ class Scheduler:
         num_left = request.num_tokens_left
         if num_left <= 0:
             return 0  # the steps in flight end it for certain
-        num_useful = min(len(request.spec_token_ids), num_left - 1)
-        num_promised = len(request.token_ids) + num_useful + request.num_output_placeholders
-        num_computed = request.num_computed_tokens
-        return max(0, min(num_promised - num_computed, budget, self.config.max_model_len - 1 - num_computed))
+        num_drafts, num_computed = len(request.spec_token_ids), request.num_computed_tokens
+        num_useful = num_drafts if num_drafts < num_left else num_left - 1
+        num_new = len(request.token_ids) + num_useful + request.num_output_placeholders - num_computed
+        if 0 <= num_new <= budget and num_computed + num_new < self.config.max_model_len:
+            return num_new
+        return max(0, min(num_new, budget, self.config.max_model_len - 1 - num_computed))
 
     def _try_allocate(self, request: Request, num_new: int) -> ScheduledRow | None:
         """The request's row, with the drafts and lookahead slots that there are blocks for; None if no token fits."""
@@ -221,7 +223,7 @@ class Scheduler:
 
     def _num_usable_drafts(self, request: Request) -> int:
         """Drafts that the step after this (sampling) one can still verify."""
-        return max(0, min(self.draft_limit, request.num_tokens_left - 2))
+        return max(0, min(self.draft_limit, request.num_tokens_left - 2)) if self.draft_limit else 0
 
     def _take(self, request: Request, row: ScheduledRow, out: SchedulerOutput) -> None:
         """Advances the request's counts over a row that was allocated."""
@@ -232,7 +234,8 @@ class Scheduler:
             request.num_sampling_steps_in_flight += 1
             request.num_output_placeholders += 1 + row.num_draft_tokens
             num_next = request.num_lookahead_slots
-            out.num_spec_tokens = max(out.num_spec_tokens, num_next)
+            if num_next > out.num_spec_tokens:
+                out.num_spec_tokens = num_next
             if self.config.async_scheduling:
                 request.spec_token_ids = [-1] * num_next
         out.rows.append(row)

@@ -194,7 +194,8 @@ class RequestStates:
 
     def add_blocks(self, rows: list[ScheduledRow]) -> None:
         """Enters the blocks that the rows gained into their block tables."""
-        entries = [(row.slot, row.first_block + i, block) for row in rows for i, block in enumerate(row.new_blocks)]
+        gained = [row for row in rows if row.new_blocks]
+        entries = [(row.slot, row.first_block + i, block) for row in gained for i, block in enumerate(row.new_blocks)]
         if not entries:
             return
         slots, columns, blocks = to_device(np.asarray(entries, dtype=np.int64).T.copy(), self.device)
