@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -270,8 +271,10 @@ def test_client_runs_rows_and_shuts_down_twice(asynchronous: bool, clients: list
     assert outputs_of(client, 9) == {r.request_id: expected(r) for r in requests}
     assert client.get_outputs(0.01) == []
     assert (client.max_model_len, client.vocab_size, client.eos_token_ids) == (64, 50, ())
+    assert gc.get_freeze_count() > 0, "what was there is not gone through while rows run"
     client.shutdown()
     client.shutdown()
+    assert gc.get_freeze_count() == 0
     assert device.num_shutdowns == 1
     assert client.get_outputs(0.01) == []
 
