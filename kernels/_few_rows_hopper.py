@@ -6,7 +6,7 @@ and rows come in a ring of stages. The first weights are asked for before the ke
 
 # mypy: ignore-errors
 
-from specgen.kernels._triton import gl, gluon, hopper, load_block, thread_barrier, wait_for_inputs
+from specgen.kernels._triton import gl, gluon, hopper, load_block, next_stage_of, thread_barrier, wait_for_inputs
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
@@ -65,10 +65,7 @@ def few_rows_hopper_kernel(
         load_block(weights, [first_column, ahead * STEP], ready.index(stage), weight, pred=needed)
         hopper.mbarrier.expect(ready.index(STAGES + stage), x.block_type.nbytes, pred=needed)
         load_block(x, [0, ahead * STEP], ready.index(STAGES + stage), rows, pred=needed)
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase = phase ^ 1
+        stage, phase = next_stage_of(stage, phase, STAGES)
     column = first_column + gl.arange(0, COLUMNS, gl.SliceLayout(1, layout))
     row = gl.arange(0, ROWS, gl.SliceLayout(0, layout))
     target = out_ptr + row[None, :] * num_columns + column[:, None]

@@ -14,14 +14,13 @@ from specgen.kernels._hopper_attention import (
     find_tile,
     hide_unseen,
     make_ones,
-    next_stage_of,
     nothing_seen,
     split_sum,
     sum_weights,
     weigh,
 )
 from specgen.kernels._tiles import head_rows, real_rows, tile_place
-from specgen.kernels._triton import gl, gluon, hopper, thread_barrier, wait_for_inputs
+from specgen.kernels._triton import gl, gluon, hopper, next_stage_of, thread_barrier, wait_for_inputs
 
 
 @gluon.jit

@@ -10,6 +10,7 @@ import torch
 from specgen.kernels._expert_tiles import find_few, place_pairs
 from specgen.kernels._triton import ask_for, can_use_tma, descriptor, pdl, tile_height, tl, triton, wait_for_inputs
 from specgen.kernels.float8_linear import narrow
+from specgen.kernels.silu_mul import rounded_silu_mul
 
 # Tiles of the grouped products by height: columns, inner, weights by TMA, warps, stages. A row's bits are the same in
 # each.
@@ -153,10 +154,10 @@ def _load_step(weights, rows, start, k, mask, BY_TMA: tl.constexpr):
 @triton.jit
 def _gated(gate, up, x_ptr, out_ptr, SCALED: tl.constexpr):
     """Return silu(gate) * up in float32, as it goes from x's dtype into out's."""
-    if not SCALED:  # rounded as two separate products would be
-        gate = gate.to(x_ptr.dtype.element_ty).to(tl.float32)
-        up = up.to(x_ptr.dtype.element_ty).to(tl.float32)
-    gated = gate / (1.0 + tl.exp(-gate)) * up
+    if SCALED:  # not rounded
+        gated = rounded_silu_mul(gate, up, tl.float32)
+    else:
+        gated = rounded_silu_mul(gate, up, x_ptr.dtype.element_ty)
     if SCALED and out_ptr.dtype.element_ty == tl.float16:
         gated = tl.clamp(gated, -65504.0, 65504.0)  # what came of bfloat16 may be beyond
     return gated

@@ -42,17 +42,6 @@ def fetch(cache, block, column, buffer, barrier, needed):
 
 
 @gluon.jit
-def next_stage_of(stage, phase, STAGES: gl.constexpr):
-    """Return the (stage, phase of its barrier) that a ring's next block comes to."""
-    next_stage = stage + 1
-    next_phase = phase
-    if next_stage == STAGES:
-        next_stage = 0
-        next_phase = phase ^ 1
-    return next_stage, next_phase
-
-
-@gluon.jit
 def clear_unseen(values, start, end, KEY_START: gl.constexpr, layout: gl.constexpr):
     """Clear what is out of range or not finite, before products see it.
 

@@ -12,7 +12,6 @@ from specgen.kernels._hopper_attention import (
     find_latent_tile,
     hide_unseen,
     make_ones,
-    next_stage_of,
     nothing_seen,
     split_sum,
     sum_weights,
@@ -20,7 +19,7 @@ from specgen.kernels._hopper_attention import (
 )
 from specgen.kernels._mla_common import NO_MAX, split_range
 from specgen.kernels._tiles import tile_place
-from specgen.kernels._triton import gl, gluon, hopper, load_block, thread_barrier, wait_for_inputs
+from specgen.kernels._triton import gl, gluon, hopper, load_block, next_stage_of, thread_barrier, wait_for_inputs
 
 
 @gluon.jit

@@ -26,6 +26,7 @@ from specgen.kernels._triton import (
     triton,
     wait_for_inputs,
 )
+from specgen.kernels.silu_mul import rounded_silu_mul
 
 # By a tile's height: columns, inner, stages of the gated product (of each of its two) and of the second one.
 _TILES = {
@@ -281,10 +282,8 @@ def _product_kernel(
             if GATED:
                 weight_up = weights.load([block_row + num_columns, start])
                 acc_up = tl.dot(x, tl.trans(weight_up), acc_up, input_precision="ieee")
-        if GATED:  # rounded as two separate products would be
-            acc = acc.to(out_ptr.dtype.element_ty).to(tl.float32)
-            acc_up = acc_up.to(out_ptr.dtype.element_ty).to(tl.float32)
-            acc = acc / (1.0 + tl.exp(-acc)) * acc_up
+        if GATED:
+            acc = rounded_silu_mul(acc, acc_up, out_ptr.dtype.element_ty)
         at = row + tl.arange(0, ROWS)
         column = first_column + tl.arange(0, COLUMNS)
         target = out_ptr + at.to(tl.int64)[:, None] * num_columns + column[None, :]

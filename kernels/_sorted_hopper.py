@@ -14,7 +14,7 @@ it may be as low as an expert has rows, and four warps multiply: reading the wei
 
 from typing import Any
 
-from specgen.kernels._triton import gl, gluon, hopper, load_block, thread_barrier, wait_for_inputs
+from specgen.kernels._triton import gl, gluon, hopper, load_block, next_stage_of, thread_barrier, wait_for_inputs
 
 TALL = 128  # the height of a tile on the left
 
@@ -93,10 +93,7 @@ def _produce(
                     weights, block_row, start, weight_buffers.index(stage), ready.index(stage), num_columns, True, GATED
                 )  # fmt: skip
             load_block(rows, [row, start], ready.index(stage), row_buffers.index(stage))
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
+            stage, phase = next_stage_of(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -122,10 +119,7 @@ def _consume_tall(
             thread_barrier()  # nobody multiplies the step before any more
             hopper.mbarrier.arrive(free.index(before), pred=start > 0)
             before = stage
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
+            stage, phase = next_stage_of(stage, phase, STAGES)
         acc = hopper.warpgroup_mma_wait(0, deps=[acc])
         thread_barrier()
         hopper.mbarrier.arrive(free.index(before))
@@ -160,10 +154,7 @@ def _consume_low(
             thread_barrier()  # nobody multiplies the step before any more
             hopper.mbarrier.arrive(free.index(before), pred=start > 0)
             before = stage
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
+            stage, phase = next_stage_of(stage, phase, STAGES)
         if GATED:
             acc, acc_up = hopper.warpgroup_mma_wait(0, deps=[acc, acc_up])
         else:

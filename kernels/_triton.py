@@ -178,6 +178,18 @@ try:
 except (ImportError, AttributeError):  # a Triton without it, or none
     gluon, gl, hopper, thread_barrier, load_block = triton, tl, None, None, None
 
+
+@gluon.jit
+def next_stage_of(stage, phase, STAGES: gl.constexpr):
+    """Return the (stage, phase of its barrier) that a ring's next block comes to."""
+    next_stage = stage + 1
+    next_phase = phase
+    if next_stage == STAGES:
+        next_stage = 0
+        next_phase = phase ^ 1
+    return next_stage, next_phase
+
+
 __all__ = [
     "HAS_TRITON",
     "TRITON_VERSION",
@@ -191,6 +203,7 @@ __all__ = [
     "is_hopper",
     "launched",
     "load_block",
+    "next_stage_of",
     "not_compiled",
     "num_processors",
     "pdl",

@@ -14,6 +14,7 @@ from specgen.kernels._expert_tiles import place_pairs
 from specgen.kernels._triton import pdl, tile_height, tl, triton, wait_for_inputs
 from specgen.kernels.block_float8_linear import BLOCK, FLOAT8, by_bits, dequantize_blocks, widen
 from specgen.kernels.moe_experts import ExpertRows, moe_experts_torch
+from specgen.kernels.silu_mul import rounded_silu_mul
 
 # Tiles by height: columns, warps, stages. A row's bits are the same in each.
 _TILES = {16: (64, 4, 5), 64: (64, 4, 4), 128: (64, 8, 3)}
@@ -148,9 +149,7 @@ def _block_float8_grouped_kernel(
                 next_scale_up = tl.load(next_row + num_columns, mask=in_columns, other=0.0)
                 product = tl.dot(widen(weight, x.dtype, BY_BITS), tl.trans(x), input_precision="ieee")
                 acc_up = tl.fma(product, tl.broadcast_to(scale[:, None], COLUMNS, ROWS), acc_up)
-        if GATED:  # rounded as two separate products would be
-            acc = acc.to(x_ptr.dtype.element_ty).to(tl.float32)
-            acc_up = acc_up.to(x_ptr.dtype.element_ty).to(tl.float32)
-            acc = acc / (1.0 + tl.exp(-acc)) * acc_up
+        if GATED:
+            acc = rounded_silu_mul(acc, acc_up, x_ptr.dtype.element_ty)
         target = out_ptr + pair[None, :] * num_columns + column[:, None]
         tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=real[None, :] & in_columns[:, None])

@@ -1,9 +1,9 @@
 """Dense products whose row bits don't depend on how many rows are in the call.
 
 On CUDA cuBLAS does it, once its workspace is taken away (the worker sets that before the first use); few rows go
-through kernels of their own, to the same bits. On the CPU the library picks its kernel by row
-count: measured (AVX-512, MKL, float32, 1 and 2 threads) rows are equal for every count from 12 up and others below, in
-bfloat16 for every count. So rows are padded to a multiple of 16, and a self-test of a few milliseconds at the first use
+through kernels of their own, to the same bits. On the CPU the library picks its kernel by row count: measured (AVX-512,
+MKL, float32, 1 and 2 threads) rows are equal for every count from 12 up and others below, in bfloat16 for every count.
+So rows are padded to a multiple of 16, and a self-test of a few milliseconds at the first use
 of a shape falls back to products over one fixed block of rows where that doesn't hold, and to single rows where even
 the place in the block matters (seen for odd and tiny shapes, 33 x 7).
 """

@@ -39,6 +39,14 @@ def silu_mul_triton(x: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
+def rounded_silu_mul(gate, up, DTYPE: tl.constexpr):
+    """Return silu(gate) * up in float32, both rounded to DTYPE first, as two separate products would be."""
+    gate = gate.to(DTYPE).to(tl.float32)
+    up = up.to(DTYPE).to(tl.float32)
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
 def _silu_mul_kernel(x_ptr, x_stride, out_ptr, half, BLOCK: tl.constexpr, PDL: tl.constexpr):
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
