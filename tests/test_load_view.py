@@ -7,11 +7,17 @@ from specgen.cli.load_view import LoadView
 from specgen.cli.render import Console
 
 
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, in seconds, that the view's clock shows."""
+    seconds = [0.0]
+    monkeypatch.setattr(load_view.time, "perf_counter", lambda: seconds[0])
+    return seconds
+
+
 def test_a_slow_load_is_told_every_two_seconds_and_at_its_end(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    now: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    now = [0.0]
-    monkeypatch.setattr(load_view.time, "perf_counter", lambda: now[0])
     view = LoadView(Console())
     for done in range(1, 11):
         now[0] += 0.5
@@ -33,11 +39,9 @@ def test_a_quick_load_is_not_worth_a_word(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_kernels_that_take_long_are_told_apart_from_the_weights(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    now: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Now and then all that are known are compiled, and more become known."""
-    now = [0.0]
-    monkeypatch.setattr(load_view.time, "perf_counter", lambda: now[0])
     view = LoadView(Console())
     now[0] = 9.0
     view.kernels(0, 1)

@@ -193,8 +193,6 @@ class Scheduler:
         num_drafts, num_computed = len(request.spec_token_ids), request.num_computed_tokens
         num_useful = num_drafts if num_drafts < num_left else num_left - 1
         num_new = len(request.token_ids) + num_useful + request.num_output_placeholders - num_computed
-        if 0 <= num_new <= budget and num_computed + num_new < self.config.max_model_len:
-            return num_new
         return max(0, min(num_new, budget, self.config.max_model_len - 1 - num_computed))
 
     def _try_allocate(self, request: Request, num_new: int) -> ScheduledRow | None:
@@ -234,8 +232,7 @@ class Scheduler:
             request.num_sampling_steps_in_flight += 1
             request.num_output_placeholders += 1 + row.num_draft_tokens
             num_next = request.num_lookahead_slots
-            if num_next > out.num_spec_tokens:
-                out.num_spec_tokens = num_next
+            out.num_spec_tokens = max(out.num_spec_tokens, num_next)
             if self.config.async_scheduling:
                 request.spec_token_ids = [-1] * num_next
         out.rows.append(row)
@@ -249,7 +246,7 @@ class Scheduler:
             request = self.requests.get(row.request_id)
             if request is None:
                 continue  # ended while the step was in flight
-            if result.prompt_logprobs and (part := result.prompt_logprobs.get(b)) is not None:
+            if (part := result.prompt_logprobs.get(b)) is not None:
                 assert request.prompt_logprobs is not None
                 request.prompt_logprobs[part.first : part.first + len(part.values)] = part.values
             logprobs = result.logprobs[b] if result.logprobs is not None else []
@@ -291,19 +288,16 @@ class Scheduler:
         return self._output(request, kept)._replace(logprobs=list(logprobs[: len(kept)]))
 
     def _append(self, request: Request, sampled: list[int]) -> list[int]:
-        most = len(request.prompt_token_ids) + request.max_tokens
         for i, token in enumerate(sampled):
             if token == NAN_TOKEN:
                 request.finish_reason = "error"
                 return sampled[:i]
             request.token_ids.append(token)
-            is_end = token in request.eos_ids or token in request.stop_ids or len(request.token_ids) >= most
-            if is_end or request.stop_check is not None:
-                self._check_stop(request, token)
-                if request.finish_reason is not None:
-                    # only strings are the host's alone to find
-                    assert i + 1 == len(sampled) or request.stop_at is not None, "the device went on behind an end"
-                    return sampled[: i + 1]
+            self._check_stop(request, token)
+            if request.finish_reason is not None:
+                # only strings are the host's alone to find
+                assert i + 1 == len(sampled) or request.stop_at is not None, "the device went on behind an end"
+                return sampled[: i + 1]
         return sampled
 
     def _check_stop(self, request: Request, token: int) -> None:

@@ -162,9 +162,9 @@ class _Bench:
             self._on_note(f"starting the engine, {candidate}")
         with self._make_engine(candidate) as engine:
             first_seconds = 0.0
+            tokens_per_step = engine.description["max_num_batched_tokens"]
+            assert isinstance(tokens_per_step, int)
             for workload, case in zip(plan.workloads, self._cases, strict=True):
-                tokens_per_step = engine.description["max_num_batched_tokens"]
-                assert isinstance(tokens_per_step, int)
                 case.sides[i].tokens_per_step = tokens_per_step
                 requests = self._requests(workload, candidate, engine)
                 self.prompts = [request.prompt_token_ids for request in requests]
