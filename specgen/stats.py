@@ -53,6 +53,11 @@ class SpecStats:
         for position in range(num_accepted):
             self.accepted_per_pos[position] += 1
 
+    def observe_plain(self, num_steps: int) -> None:
+        """Count steps that verified no draft, and so kept one token each."""
+        self.steps += num_steps
+        self.emitted += num_steps
+
     def add(self, other: "SpecStats") -> None:
         """Add another's counts to these."""
         self.steps += other.steps

@@ -9,9 +9,10 @@ import random
 from pathlib import Path
 
 import pytest
-from harness import Harness, Result, Row, oracle, reference, run_rows, scripted
+from harness import Harness, Repeating, Result, Row, oracle, reference, run_rows, scripted
 from tiny import write_checkpoint
 
+from specgen.engine.step import SchedulerOutput
 from specgen.sampling_params import SamplingParams, merged
 from specgen.worker.processor_needs import FewCombinations
 
@@ -178,6 +179,43 @@ def test_preemption_happens_and_changes_nothing(
     assert_same(harness.run(rows), ref)
     assert harness.scheduler.num_preemptions > 0
     assert_same(harness.run(rows), ref)  # the loop is entered again, over a used pool
+
+
+@pytest.mark.parametrize("drafter", ["mtp", "oracle", "anti", "script"])
+@pytest.mark.parametrize(("k", "seqs", "num_blocks"), [(1, 5, 512), (3, 16, 512), (3, 16, 18), (5, 3, 24)])
+def test_steps_that_run_several_times(
+    tiny: Path, rows: list[Row], ref: list[Result], k: int, seqs: int, num_blocks: int, drafter: str
+) -> None:
+    options = {"max_num_seqs": seqs, "num_blocks": num_blocks, "async_scheduling": True, "eos": [3]}
+    repeating = Repeating(6, random.Random(k))
+    harness = Harness(tiny, k=k, drafter=drafters(drafter, rows, ref), repeat_limit=repeating, **options)
+    steps = seen_steps(harness)
+    assert_same(harness.run(rows), ref)
+    assert_repeats_are_plain(steps)
+    assert harness.core.num_steps == sum(step.times for step in steps)
+    assert harness.scheduler.num_preemptions > 0 or num_blocks > 18
+
+
+def test_plain_steps_that_run_several_times(tiny: Path, rows: list[Row], ref: list[Result]) -> None:
+    harness = Harness(tiny, max_num_seqs=5, async_scheduling=True, eos=[3], repeat_limit=Repeating(6, random.Random(0)))
+    steps = seen_steps(harness)
+    assert_same(harness.run(rows), ref)
+    assert_repeats_are_plain(steps)
+
+
+def seen_steps(harness: Harness) -> list[SchedulerOutput]:
+    """The steps that the harness will run."""
+    steps: list[SchedulerOutput] = []
+    execute = harness.worker.execute_model
+    harness.worker.execute_model = lambda step: (steps.append(step), execute(step))[1]  # type: ignore[method-assign]
+    return steps
+
+
+def assert_repeats_are_plain(steps: list[SchedulerOutput]) -> None:
+    """Some steps ran several times, and of those with parts of prompts or new rows none."""
+    repeated = [step for step in steps if step.times > 1]
+    assert repeated
+    assert all(step.num_decode_rows and not step.new_rows for step in repeated)
 
 
 @pytest.mark.parametrize("limit", [0, 3])

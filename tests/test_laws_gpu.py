@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import Harness, Restless, Result, Row, oracle, run_rows
+from harness import Harness, Repeating, Restless, Result, Row, oracle, run_rows
 from tokenizers import Tokenizer
 
 from specgen.model_path import ASSETS, resolve_model
@@ -104,6 +104,18 @@ def test_another_number_of_drafts_after_every_step(
     restless = Restless(3, random.Random(2))
     got = run_rows(folder, rows, k=3, max_num_seqs=64, async_scheduling=asynchronous, draft_length=restless, **OPTIONS)
     assert_same(got, ref)
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_steps_that_run_several_times(folder: Path, rows: list[Row], ref: list[Result], k: int) -> None:
+    repeating = Repeating(8, random.Random(k))
+    options = {"max_num_seqs": 64, "async_scheduling": True, "repeat_limit": repeating}
+    harness = Harness(folder, k=k, **options, **OPTIONS)
+    runs: list[int] = []
+    execute = harness.worker.execute_model
+    harness.worker.execute_model = lambda step: (runs.append(step.times), execute(step))[1]  # type: ignore[method-assign]
+    assert_same(harness.run(rows), ref)
+    assert sum(times > 1 for times in runs) > 10
 
 
 def test_oracle_drafts(folder: Path, rows: list[Row], ref: list[Result]) -> None:

@@ -20,6 +20,7 @@ from specgen.engine.draft_length import DraftLength
 from specgen.engine.executor import UniProcExecutor
 from specgen.engine.head_test import test_head
 from specgen.engine.kv_blocks import KVBlockManager
+from specgen.engine.repetition import RepeatLimit
 from specgen.engine.request import EngineOutput, EngineRequest
 from specgen.engine.scheduler import Scheduler, SchedulerConfig
 from specgen.errors import EngineError, EngineStuckError
@@ -146,6 +147,7 @@ class EngineClient:
                 self._outputs.put,
                 check_every_step=check,
                 draft_length=self._draft_length,
+                repeat_limit=RepeatLimit() if self._worker.config.device.type == "cuda" else None,
             )
             with _settled_heap():
                 self._ready.set()

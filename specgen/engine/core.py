@@ -8,7 +8,8 @@
        │  ├─ Executor.execute_model          target forward; the worker keeps the hidden states
        │  ├─ Executor.sample_tokens          sample, verify, update, propose the next drafts
        │  ├─ Scheduler.update_from_output    append, stop checks, publish full blocks
-       │  └─ DraftLength.step_done           how many drafts the next steps make, where that may change
+       │  ├─ DraftLength.step_done           how many drafts the next steps make, where that may change
+       │  └─ RepeatLimit.round_done          how often the next decode steps run, likewise
        └─ post_step                          drafts back to the scheduler (synchronous mode only)
 
 With asynchronous scheduling a second step is scheduled from optimistic counts while the first one runs.
@@ -18,12 +19,14 @@ from __future__ import annotations
 
 import logging
 import queue
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from specgen.engine.draft_length import DraftLength
 from specgen.engine.executor import Executor, StepResult
+from specgen.engine.repetition import RepeatLimit
 from specgen.engine.request import EngineOutput, EngineRequest
 from specgen.engine.scheduler import Scheduler
 from specgen.engine.step import ModelRunnerOutput, SchedulerOutput
@@ -64,10 +67,12 @@ class EngineCore:
         on_outputs: Callable[[list[EngineOutput]], None],
         check_every_step: bool = False,
         draft_length: DraftLength | None = None,
+        repeat_limit: RepeatLimit | None = None,
     ) -> None:
         """The loop runs in the thread that calls `run_busy_loop`, and calls `on_outputs` from it.
 
-        `draft_length` chooses how many drafts a step makes; None: the scheduler's number.
+        `draft_length` chooses how many drafts a step makes, `repeat_limit` (asynchronous mode only) how often a decode
+        step runs before its results are looked at; None: the scheduler's numbers.
         """
         self.scheduler = scheduler
         self.executor = executor
@@ -76,6 +81,7 @@ class EngineCore:
         self._on_outputs = on_outputs
         self._check_every_step = check_every_step
         self._draft_length = draft_length
+        self._repeat_limit = repeat_limit
         self._batch_queue: deque[tuple[SchedulerOutput, StepResult]] = deque()
         self._last_step: SchedulerOutput | None = None
         self._stopping = False
@@ -161,12 +167,22 @@ class EngineCore:
             ended = step.ended
             if step.rows:
                 self.executor.execute_model(step)
+                if not self._batch_queue and self._repeat_limit is not None:
+                    self._repeat_limit.restart()
                 self._batch_queue.append((step, self.executor.sample_tokens()))
-                self.num_steps += 1
+                self.num_steps += step.times
                 if len(self._batch_queue) < BATCH_QUEUE_SIZE:
                     return ended
         if not self._batch_queue:
             assert ended or not self.scheduler.has_requests(), "requests are waiting and nothing can be scheduled"
             return ended
         step, result = self._batch_queue.popleft()
-        return ended + self._take(step, result.get())
+        return ended + self._take(step, self._wait_for(result))
+
+    def _wait_for(self, result: StepResult) -> ModelRunnerOutput:
+        started = time.perf_counter()
+        output = result.get()
+        if self._repeat_limit is not None:
+            self._repeat_limit.round_done(time.perf_counter() - started)
+            self.scheduler.repeat_limit = self._repeat_limit.limit
+        return output

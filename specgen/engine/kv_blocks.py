@@ -146,6 +146,11 @@ class KVBlockManager:
         table.extend(blocks)
         return blocks
 
+    def num_missing_blocks(self, request: Request, num_new_tokens: int) -> int:
+        """Blocks that `allocate_slots` would take for so many tokens, lookahead among them."""
+        num_slots = min(request.num_computed_tokens + num_new_tokens, self.max_model_len)
+        return max(0, -(-num_slots // self.block_size) - len(self.block_ids(request)))
+
     def num_slots(self, request: Request) -> int:
         """Slots that the request's blocks hold."""
         return len(self.block_ids(request)) * self.block_size

@@ -96,7 +96,7 @@ class Request:
     params: SamplingParams
     seed: int
     max_tokens: int
-    stop_ids: frozenset[int]
+    end_ids: frozenset[int]  # eos_ids and the row's own stop ids
     eos_ids: frozenset[int]
     token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0

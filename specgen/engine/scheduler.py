@@ -13,8 +13,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from specgen.engine.kv_blocks import KVBlockManager
+from specgen.engine.repetition import repeat_step
 from specgen.engine.request import (
     EOS_NAME,
     NAN_TOKEN,
@@ -51,7 +53,10 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
-        self.draft_limit = config.num_speculative_tokens  # of the steps scheduled next; may change at any time
+        # of the steps scheduled next, both may change at any time: drafts of a row, and how often a step may run
+        self.draft_limit = config.num_speculative_tokens
+        self.repeat_limit = 1
+        self._just_admitted = False
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
 
     def has_requests(self) -> bool:
@@ -76,14 +81,15 @@ class Scheduler:
         if new.params.stop and new.new_stop_check is None:
             return EngineOutput(new.request_id, [], "error", error="stop strings need a tokenizer, and there is none")
         assert new.request_id not in self.requests, "request ids are unique"
+        eos_ids = frozenset() if new.params.ignore_eos else self.config.eos_token_ids
         request = Request(
             request_id=new.request_id,
             prompt_token_ids=new.prompt_token_ids,
             params=new.params,
             seed=new.seed,
             max_tokens=min(new.params.max_tokens or limit, limit - num_prompt),
-            stop_ids=frozenset(new.params.stop_token_ids),
-            eos_ids=frozenset() if new.params.ignore_eos else self.config.eos_token_ids,
+            end_ids=eos_ids.union(new.params.stop_token_ids),
+            eos_ids=eos_ids,
             token_ids=list(new.prompt_token_ids),
             stop_check=new.new_stop_check() if new.params.stop and new.new_stop_check is not None else None,
             prompt_logprobs=[None] * num_prompt if new.params.prompt_logprobs is not None else None,
@@ -110,12 +116,24 @@ class Scheduler:
     # schedule
 
     def schedule(self) -> SchedulerOutput:
-        """The next step. Counts advance as if all its drafts were accepted; `update_from_output` corrects them."""
+        """The next step. Counts advance as if all its drafts were accepted; `update_from_output` corrects them.
+
+        Where steps may run several times, rows are admitted in every other step at most.
+        """
         out = SchedulerOutput(draft_limit=self.draft_limit)
         budget, any_preempted = self._schedule_running(out, self.config.max_num_batched_tokens)
-        if not any_preempted:
-            self._schedule_waiting(out, budget)
+        if any_preempted or (self._just_admitted and self._repeat(out)):
+            self._just_admitted = False
+            return out
+        self._schedule_waiting(out, budget)
+        self._just_admitted = bool(out.new_rows)
+        if not self._just_admitted:
+            self._repeat(out)
         return out
+
+    def _repeat(self, out: SchedulerOutput) -> bool:
+        requests = [self.requests[row.request_id] for row in out.rows]
+        return repeat_step(out, requests, self.kv, self.repeat_limit)
 
     def _schedule_running(self, out: SchedulerOutput, budget: int) -> tuple[int, bool]:
         any_preempted = False
@@ -242,7 +260,8 @@ class Scheduler:
     def update_from_output(self, out: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineOutput]:
         """Appends the sampled tokens one by one, with the stop check after each; publishes blocks that became final."""
         outputs = []
-        for b, (row, sampled) in enumerate(zip(out.rows, result.sampled_token_ids, strict=True)):
+        times, accepted = out.times, result.num_accepted
+        for b, row in enumerate(out.rows):
             request = self.requests.get(row.request_id)
             if request is None:
                 continue  # ended while the step was in flight
@@ -250,7 +269,8 @@ class Scheduler:
                 assert request.prompt_logprobs is not None
                 request.prompt_logprobs[part.first : part.first + len(part.values)] = part.values
             logprobs = result.logprobs[b] if result.logprobs is not None else []
-            output = self._update_row(request, row, sampled, result.num_accepted[b], logprobs)
+            at = slice(b * times, (b + 1) * times)
+            output = self._update_row(request, row, result.sampled_token_ids[at], accepted[at], logprobs)
             if output is not None:
                 outputs.append(output)
         return outputs
@@ -259,26 +279,26 @@ class Scheduler:
         self,
         request: Request,
         row: ScheduledRow,
-        sampled: list[int],
-        num_accepted: int,
+        sampled: list[list[int]],
+        num_accepted: list[int],
         logprobs: Sequence[TokenLogprob],
     ) -> EngineOutput | None:
+        """`sampled`, `num_accepted`: of each time that the step ran."""
+        assert bool(sampled[0]) == row.samples, "a row samples exactly when its inputs reach the last committed token"
         request.num_steps_in_flight -= 1
-        request.num_sampling_steps_in_flight -= row.samples
         stale = row.epoch != request.num_preemptions
-        assert bool(sampled) == row.samples, "a row samples exactly when its inputs reach the last committed token"
-        num_rejected = row.num_draft_tokens - (len(sampled) - 1) if sampled else 0
-        if row.samples and not stale:
-            request.num_computed_tokens -= num_rejected
-            request.num_output_placeholders -= 1 + row.num_draft_tokens
-        kept = self._append(request, sampled)
         if row.samples:
-            request.stats.observe(row.num_draft_tokens, min(num_accepted, len(kept)), len(kept))
+            request.num_sampling_steps_in_flight -= len(sampled)
+            if not stale:
+                num_promised = 1 + row.num_draft_tokens + row.num_repeated
+                request.num_computed_tokens -= num_promised - sum(map(len, sampled))
+                request.num_output_placeholders -= num_promised
+        kept = self._keep(request, row.num_draft_tokens, sampled, num_accepted)
         if request.finish_reason == "error":
             message = f"the model's logits are not numbers (NaN) at output token {request.num_output_tokens}"
             return self._fail(request, message)._replace(new_token_ids=kept, error_code="nan_logits")
         if not stale:
-            self.kv.publish(request, len(request.token_ids) - 1 if sampled else row.num_computed_after)
+            self.kv.publish(request, len(request.token_ids) - 1 if row.samples else row.num_computed_after)
         if request.finish_reason is not None:
             self._finish(request, request.finish_reason, request.stop)
         if not kept:
@@ -286,6 +306,37 @@ class Scheduler:
         if request.params.logprobs is None:
             return self._output(request, kept)
         return self._output(request, kept)._replace(logprobs=list(logprobs[: len(kept)]))
+
+    def _keep(self, request: Request, num_drafts: int, sampled: list[list[int]], num_accepted: list[int]) -> list[int]:
+        """Appends what each time sampled, up to the row's end; the tokens appended."""
+        new = sampled[0] if len(sampled) == 1 else list(chain.from_iterable(sampled))
+        if request.stop_check is not None or NAN_TOKEN in new:
+            return self._keep_one_by_one(request, num_drafts, sampled, num_accepted)
+        if not new:
+            return new
+        # the device went on up to an end and no further
+        assert request.end_ids.isdisjoint(new[:-1]), "the device went on behind an end"
+        request.token_ids += new
+        self._check_stop(request, new[-1])
+        if not num_drafts:
+            request.stats.observe_plain(len(new))
+            return new
+        for token_ids, accepted in zip(sampled, num_accepted, strict=True):
+            if token_ids:
+                request.stats.observe(num_drafts, accepted, len(token_ids))
+        return new
+
+    def _keep_one_by_one(
+        self, request: Request, num_drafts: int, sampled: list[list[int]], num_accepted: list[int]
+    ) -> list[int]:
+        """The same, looking for the end behind every token: a stop string, or a token that could not be sampled."""
+        kept: list[int] = []
+        for token_ids, accepted in zip(sampled, num_accepted, strict=True):
+            if token_ids and request.finish_reason is None:
+                new = self._append(request, token_ids)
+                request.stats.observe(num_drafts, min(accepted, len(new)), len(new))
+                kept += new
+        return kept
 
     def _append(self, request: Request, sampled: list[int]) -> list[int]:
         for i, token in enumerate(sampled):
@@ -301,10 +352,8 @@ class Scheduler:
         return sampled
 
     def _check_stop(self, request: Request, token: int) -> None:
-        if token in request.eos_ids:
-            request.finish_reason, request.stop = "stop", EOS_NAME
-        elif token in request.stop_ids:
-            request.finish_reason, request.stop = "stop", token
+        if token in request.end_ids:
+            request.finish_reason, request.stop = "stop", EOS_NAME if token in request.eos_ids else token
         elif request.stop_check is not None and (found := request.stop_check.push(token)) is not None:
             request.finish_reason = "stop"
             request.stop, request.stop_at = found

@@ -33,7 +33,8 @@ class ScheduledRow(NamedTuple):
     """A request's part of a step: `num_tokens` inputs, the last `num_draft_tokens` of them drafts.
 
     `new_blocks` go into the block table from index `first_block` on. `num_computed_after` is exact for a row that does
-    not sample, else an upper bound. `epoch` tells whether the request was preempted since.
+    not sample, else an upper bound. `epoch` tells whether the request was preempted since. `num_repeated`: tokens that
+    the step's repetitions behind the first are expected to add.
     """
 
     request_id: int
@@ -45,6 +46,7 @@ class ScheduledRow(NamedTuple):
     first_block: int
     epoch: int
     num_computed_after: int
+    num_repeated: int = 0
 
     @property
     def is_decode(self) -> bool:
@@ -57,7 +59,8 @@ class SchedulerOutput:
     """One step: rows in batch order, and how many drafts are of use after it (`num_spec_tokens`).
 
     `draft_limit`: how many drafts a row could have at most. `ended`: last outputs of requests that ended for want of
-    blocks.
+    blocks. `times`: how often the step runs in a row, each time behind what the last one sampled; more than once only
+    if all rows decode, and none wants log-probabilities.
     """
 
     rows: list[ScheduledRow] = field(default_factory=list)
@@ -65,6 +68,7 @@ class SchedulerOutput:
     num_spec_tokens: int = 0
     draft_limit: int = 0
     ended: list[EngineOutput] = field(default_factory=list)
+    times: int = 1
 
     @property
     def num_decode_rows(self) -> int:
@@ -89,6 +93,7 @@ class ModelRunnerOutput(NamedTuple):
 
     A row's ids stop where it ends by an end id or its length; one that ended in an earlier step has none.
     `NAN_TOKEN` stands for a token that could not be sampled. num_accepted: how many of each row's ids were drafts.
+    Of a step that ran several times, both have the first row's entry of each time, then the second row's.
 
     logprobs: those of each row's tokens, [] for a row that wants none; None if no row does. prompt_logprobs: by the
     index of the row.

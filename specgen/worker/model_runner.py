@@ -6,7 +6,7 @@ sampled ids to the host, which is read when it is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +26,7 @@ from specgen.worker.graphs import DecodeGraphs, GraphMemory, StepTokens
 from specgen.worker.input_batch import InputBatch, build_batch
 from specgen.worker.logprobs import PromptPart, SampledLogprobs, judge_prompts, to_host
 from specgen.worker.processor_needs import FewCombinations, ProcessorNeeds, processor_needs
-from specgen.worker.sampled_step import SampledStep
+from specgen.worker.sampled_step import SampledStep, pack_tokens
 from specgen.worker.sampler import Sampler, SamplingRows
 from specgen.worker.speculator import Drafter
 from specgen.worker.states import RequestStates, to_device
@@ -38,17 +38,16 @@ _MOST_LOGITS = 512  # rows of logits and their copies in memory at once, as a ru
 class ForwardStep(NamedTuple):
     """What `execute_model` leaves for `sample_tokens`: the target's hidden states."""
 
+    step: SchedulerOutput
     batch: InputBatch
     hidden: torch.Tensor
-    num_spec_tokens: int
-    rows: list[ScheduledRow]
 
 
 class LaunchedStep(NamedTuple):
     """A step that runs to its end as one graph, whose rows have room for `num_drafts` each."""
 
+    step: SchedulerOutput
     tokens: StepTokens
-    rows: list[ScheduledRow]
     num_drafts: int
 
 
@@ -102,7 +101,8 @@ class ModelRunner:
 
         `acceptance`: P(the first i drafts accepted) for i from 1 up, by lot; None judges drafts by what they are.
 
-        `on_logits`, if it is set, is given the logits of every step that does not run as a graph.
+        `on_logits`, if it is set, is given the logits of every step that does not run as a graph; `on_step` is told
+        before each step, and each repetition of one, of its rows, or 0 if they do more than decode.
         """
         self.target = target
         self.kv_caches = kv_caches
@@ -122,6 +122,7 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         self.forward_graphs: ForwardGraphs | None = None
         self.on_logits: Callable[[LogitsSeen], None] | None = None
+        self.on_step: Callable[[int], None] | None = None
         self._state: ForwardStep | LaunchedStep | None = None
         self._judged: tuple[torch.Tensor, Logprobs] | None = None
         self._bad_rows: torch.Tensor | None = None
@@ -170,9 +171,15 @@ class ModelRunner:
         assert self._state is None, "sample_tokens was not called for the last step"
         self.states.add(step.new_rows)
         self.states.add_blocks(step.rows)
+        self._state = self._begin(step)
+
+    def _begin(self, step: SchedulerOutput) -> ForwardStep | LaunchedStep:
+        """Starts the step over what the device knows of its rows by then."""
         slots = np.fromiter((row.slot for row in step.rows), np.int64, len(step.rows))
         self._last_slots = slots
         decode_rows = step.num_decode_rows
+        if self.on_step is not None:
+            self.on_step(decode_rows)
         self.timer.begin_step(decode_rows, continues=len(step.new_rows) < len(step.rows))
         needs = processor_needs(slots, self.states)
         if self.combinations is not None:
@@ -180,38 +187,51 @@ class ModelRunner:
         if self.graphs is not None and decode_rows:
             self.timer.begin("graph")
             num_drafts = max(step.draft_limit, *(row.num_draft_tokens for row in step.rows))
-            self._state = LaunchedStep(self.graphs.run(step.rows, num_drafts, needs), step.rows, num_drafts)
+            launched = LaunchedStep(step, self.graphs.run(step.rows, num_drafts, needs), num_drafts)
             self.timer.end()
-            return
+            return launched
         self.timer.begin("target")
         longest = max(row.num_computed_after for row in step.rows)
-        max_seq_len = min(longest + self.num_speculative_tokens, self.max_model_len)
+        max_seq_len = min(longest, self.max_model_len) + self.num_speculative_tokens
         batch = build_batch(step.rows, self.states, max_seq_len, self.kv_caches.shape[2], needs, self.rewinds)
         forward = self._forward if self.forward_graphs is None else self.forward_graphs.run
         hidden = forward(batch.input_ids, batch.context)
-        self._state = ForwardStep(batch, hidden, step.num_spec_tokens, step.rows)
+        return ForwardStep(step, batch, hidden)
 
     @torch.inference_mode()
     def sample_tokens(self) -> SampledStep:
-        """Samples every logits row, keeps the drafts that agree, updates the state, proposes the next drafts."""
+        """Samples every logits row, keeps the drafts that agree, updates the state, proposes the next drafts.
+
+        A step that runs more than once goes on from there.
+        """
         state, self._state = self._state, None
         assert state is not None, "execute_model comes first"
+        packed, judged, prompts = self._end(state)
+        if state.step.times == 1:
+            return SampledStep(packed, judged, prompts)
+        times = [packed, *(self._end(self._begin(state.step))[0] for _ in range(state.step.times - 1))]
+        return SampledStep(torch.stack(times, dim=1).flatten(0, 1))
+
+    def _end(
+        self, state: ForwardStep | LaunchedStep
+    ) -> tuple[torch.Tensor, SampledLogprobs | None, Sequence[PromptPart]]:
+        """Does what is left of a step; its tokens as `pack_tokens` has them, and what rows want to know of theirs."""
         if isinstance(state, LaunchedStep):
-            num_logits = [state.num_drafts + 1] * len(state.rows)
-            judged = self._sampled_logprobs(state.tokens.judged, state.rows, num_logits)
-            return SampledStep(state.tokens.sampled, state.tokens.num_sampled, judged)
+            rows, tokens = state.step.rows, state.tokens
+            judged = self._sampled_logprobs(tokens.judged, rows, [state.num_drafts + 1] * len(rows))
+            return pack_tokens(tokens.sampled, tokens.num_sampled), judged, ()
         self.timer.begin("sampling")
         sampled, num_sampled, num_rejected = self._verify(state.batch, state.hidden)
-        result = SampledStep(sampled, num_sampled, *self._logprobs_of(state))
+        packed, (judged, prompts) = pack_tokens(sampled, num_sampled), self._logprobs_of(state)
         self.timer.begin("draft")
         if self.drafter is not None:
-            self.drafter.propose(state.batch, state.hidden, num_sampled, num_rejected, state.num_spec_tokens)
+            self.drafter.propose(state.batch, state.hidden, num_sampled, num_rejected, state.step.num_spec_tokens)
         self.timer.end()
-        return result
+        return packed, judged, prompts
 
     def _logprobs_of(self, state: ForwardStep) -> tuple[SampledLogprobs | None, list[PromptPart]]:
         """Starts the copies of what the step's rows want to know, of sampled tokens and of prompts."""
-        rows = state.rows
+        rows = state.step.rows
         sampled = self._sampled_logprobs(self._take_judged(), rows, [row.num_draft_tokens + 1 for row in rows])
         return sampled, judge_prompts(rows, self.states, state.hidden, self._logits)
 

@@ -10,20 +10,23 @@ from specgen.engine.step import ModelRunnerOutput
 from specgen.worker.logprobs import PromptPart, SampledLogprobs
 
 
+def pack_tokens(sampled: torch.Tensor, num_sampled: torch.Tensor) -> torch.Tensor:
+    """Rows of how many ids and the ids, `[B, K+2] int64`, from `sampled [B, K+1] int64` and `num_sampled [B] int32`."""
+    return torch.cat([num_sampled.to(torch.int64).unsqueeze(1), sampled], dim=1)
+
+
 class SampledStep:
     """A step's sampled ids on their way to the host, with log-probabilities where rows want them."""
 
     def __init__(
         self,
-        sampled: torch.Tensor,
-        num_sampled: torch.Tensor,
+        packed: torch.Tensor,
         logprobs: SampledLogprobs | None = None,
         prompt_parts: Sequence[PromptPart] = (),
     ) -> None:
-        """`sampled [B, K+1] int64`, `num_sampled [B] int32`; starts the copy."""
+        """`packed [entries, K+2] int64`: rows of `pack_tokens`, in the order of the step's output; starts the copy."""
         self._logprobs = logprobs
         self._prompt_parts = prompt_parts
-        packed = torch.cat([num_sampled.to(torch.int64).unsqueeze(1), sampled], dim=1)
         self._event: torch.cuda.Event | None = None
         if packed.is_cuda:
             self._packed = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)

@@ -298,8 +298,7 @@ class Worker:
 
     def execute_model(self, step: SchedulerOutput) -> None:
         """See `ModelRunner.execute_model`."""
-        if self.trace is not None:
-            self.trace.before_step(step.num_decode_rows)
+        self.runner.on_step = self.trace.before_step if self.trace is not None else None
         if self._threads is not None and step.num_decode_rows:
             self._started = time.perf_counter()
         self.runner.execute_model(step)

@@ -70,7 +70,7 @@ def cut_at_end(s: Scheduler, request_id: int, tokens: list[int]) -> list[int]:
     request = s.requests.get(request_id)
     if request is None:
         return []
-    ends = request.stop_ids | (frozenset() if request.params.ignore_eos else s.config.eos_token_ids)
+    ends = request.end_ids
     num_left = request.max_tokens - request.num_output_tokens
     first = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
     return tokens[: min(first, num_left)]

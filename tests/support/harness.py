@@ -14,6 +14,7 @@ from specgen.engine.core import Abort, Add, EngineCore, Stop
 from specgen.engine.draft_length import DraftLength
 from specgen.engine.executor import UniProcExecutor
 from specgen.engine.kv_blocks import KVBlockManager
+from specgen.engine.repetition import RepeatLimit
 from specgen.engine.request import EngineOutput, EngineRequest, StopCheck, TokenLogprob
 from specgen.engine.scheduler import Scheduler, SchedulerConfig
 from specgen.engine.step import SchedulerOutput
@@ -92,6 +93,18 @@ class Restless(DraftLength):
         self.limit = self._rng.randint(0, self.most)
 
 
+class Repeating(RepeatLimit):
+    """Steps run 1 to `most` times, another limit after every round, whatever the host waited."""
+
+    def __init__(self, most: int, rng: random.Random) -> None:
+        super().__init__()
+        self._most, self._rng = most, rng
+        self.limit = most
+
+    def round_done(self, waited: float) -> None:
+        self.limit = self._rng.randint(1, self._most)
+
+
 class Harness:
     """An engine over a model folder whose loop runs when a test says so."""
 
@@ -118,6 +131,7 @@ class Harness:
         cheap_drafts: CheapDrafts = AS_LOADED,
         kv_dtype: torch.dtype | None = None,
         draft_length: DraftLength | None = None,
+        repeat_limit: RepeatLimit | None = None,
     ) -> None:
         model = read_config(folder)
         self.config = WorkerConfig(
@@ -158,6 +172,7 @@ class Harness:
             self.outputs.extend,
             check_every_step=True,
             draft_length=draft_length,
+            repeat_limit=repeat_limit,
         )
         self._next_id = 0
 

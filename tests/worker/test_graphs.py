@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Harness, Result, Row
+from harness import Harness, Repeating, Result, Row
 from tiny import write_checkpoint
 
 from specgen.models.context import AttentionContext
@@ -90,6 +90,23 @@ def test_captured_steps_of_padded_rows_and_tokens_change_nothing(k: int, tmp_pat
     assert runner.graphs.num_captured > 2 and runner.forward_graphs.num_captured >= 1
     assert len(captured) == runner.graphs.num_captured + runner.forward_graphs.num_captured
     assert sum(graph.num_replays for graph in captured) > 2 * len(captured)
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_captured_steps_that_run_several_times(k: int, tmp_path: Path, captured: list[Again]) -> None:
+    folder = write_checkpoint(tmp_path)
+    rows = make_rows()
+    want = ids(Harness(folder, k=0, max_num_seqs=7).run(rows))
+    repeating = Repeating(5, random.Random(k))
+    harness = Harness(folder, k=k, max_num_seqs=7, budget=48, async_scheduling=True, repeat_limit=repeating)
+    runner = harness.worker.runner
+    runner.use_graphs(7, 48, 0)
+    seen: list[int] = []
+    runner.on_step = seen.append
+    harness.worker.execute_model = runner.execute_model  # type: ignore[method-assign]
+    assert ids(harness.run(rows)) == want
+    assert len(seen) == harness.core.num_steps
+    assert any(times > 1 for times in (graph.num_replays for graph in captured))
 
 
 def test_steps_that_only_compile_are_of_every_kind_and_nobodys(

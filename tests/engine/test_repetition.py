@@ -1,0 +1,199 @@
+"""When a decode step runs several times, and how often."""
+
+import pytest
+
+from specgen.engine.kv_blocks import KVBlockManager
+from specgen.engine.repetition import RepeatLimit
+from specgen.engine.request import EngineRequest
+from specgen.engine.scheduler import Scheduler, SchedulerConfig
+from specgen.engine.step import ModelRunnerOutput, SchedulerOutput
+from specgen.sampling_params import SamplingParams
+
+EOS = 1
+
+
+def scheduler(num_blocks: int = 100, k: int = 0, max_num_seqs: int = 4, max_model_len: int = 64) -> Scheduler:
+    config = SchedulerConfig(max_num_seqs, 64, max_model_len, k, int(k > 0), True, frozenset([EOS]))
+    made = Scheduler(config, KVBlockManager(num_blocks, 4, max_model_len, enable_prefix_caching=True))
+    made.repeat_limit = 4
+    return made
+
+
+def add(s: Scheduler, request_id: int, num_prompt: int = 6, **params: object) -> None:
+    sampling = SamplingParams(**{"max_tokens": 20, **params})  # type: ignore[arg-type]
+    assert s.add_request(EngineRequest(request_id, list(range(10, 10 + num_prompt)), sampling, seed=0)) is None
+
+
+def sampled(out: SchedulerOutput, ids: list[list[int]]) -> ModelRunnerOutput:
+    """Every row samples `ids`, one list each time."""
+    entries = ids[: out.times] * len(out.rows)
+    return ModelRunnerOutput(entries, [max(0, len(tokens) - 1) for tokens in entries])
+
+
+def prompt_step(s: Scheduler, token: int = 30) -> None:
+    """Run the step with the rows' prompts."""
+    out = s.schedule()
+    assert out.times == 1 and out.new_rows
+    s.update_from_output(out, sampled(out, [[token]]))
+    s.check()
+
+
+def test_a_step_runs_as_often_as_it_may_and_its_tokens_come_at_once() -> None:
+    s = scheduler()
+    add(s, 0)
+    add(s, 1)
+    prompt_step(s)
+    out = s.schedule()
+    assert (out.times, [row.num_computed_after for row in out.rows], out.num_tokens) == (4, [10, 10], 2)
+    ahead = s.schedule()  # asynchronous: before the first one is read
+    assert (ahead.times, [row.num_computed_after for row in ahead.rows]) == (4, [14, 14])
+    outputs = s.update_from_output(out, sampled(out, [[31], [32], [33], [34]]))
+    s.check()
+    assert [output.new_token_ids for output in outputs] == [[31, 32, 33, 34]] * 2
+    assert [request.stats.steps for request in s.running] == [5, 5]
+    assert [request.num_computed_tokens for request in s.running] == [14, 14]
+
+
+def test_rejected_drafts_of_every_time_are_taken_back() -> None:
+    s = scheduler(k=2)
+    add(s, 0)
+    prompt_step(s)
+    out = s.schedule()
+    row = out.rows[0]
+    assert (out.times, row.num_tokens, row.num_draft_tokens, row.num_repeated, row.num_computed_after) == (
+        4,
+        3,
+        2,
+        9,
+        18,
+    )
+    s.update_from_output(out, sampled(out, [[31], [32, 33], [34, 35, 36], [37]]))
+    s.check()
+    request = s.running[0]
+    assert request.token_ids[6:] == [30, 31, 32, 33, 34, 35, 36, 37]
+    assert (request.num_computed_tokens, request.num_output_placeholders) == (13, 0)
+    assert (request.stats.drafted, request.stats.accepted, request.stats.accepted_per_pos) == (8, 3, [2, 1])
+    # the next step feeds the last token and its drafts
+    assert s.schedule().rows[0].num_tokens == 3
+
+
+def test_a_row_that_ends_in_between_ends_there() -> None:
+    s = scheduler()
+    add(s, 0)
+    prompt_step(s)
+    out = s.schedule()
+    (output,) = s.update_from_output(out, sampled(out, [[31], [EOS], [], []]))
+    assert (output.new_token_ids, output.finish_reason) == ([31, EOS], "stop")
+    assert output.stats is not None and (output.stats.steps, output.stats.emitted) == (3, 3)
+    s.check()
+
+
+def test_never_more_often_than_the_longest_row_needs_nor_beyond_a_rows_room() -> None:
+    s = scheduler(max_model_len=12)
+    add(s, 0, max_tokens=3)
+    add(s, 1, max_tokens=4)
+    prompt_step(s)
+    out = s.schedule()
+    assert (out.times, [row.num_computed_after for row in out.rows]) == (3, [8, 9])
+    outputs = s.update_from_output(out, ModelRunnerOutput([[31], [32], [], [31], [32], [33]], [0] * 6))
+    assert [(len(output.new_token_ids), output.finish_reason) for output in outputs] == [(2, "length"), (3, "length")]
+    s.check()
+
+
+@pytest.mark.parametrize("params", [{"logprobs": 1}, {"prompt_logprobs": 1, "logprobs": 0}])
+def test_not_where_the_host_looks_something_up_in_between(params: dict[str, int]) -> None:
+    s = scheduler()
+    add(s, 0)
+    add(s, 1, **params)
+    out = s.schedule()
+    s.update_from_output(out, sampled(out, [[30]]))
+    assert s.schedule().times == 1
+
+
+def test_not_beside_parts_of_prompts_nor_for_want_of_blocks() -> None:
+    s = scheduler()
+    add(s, 0, num_prompt=40)
+    add(s, 1, num_prompt=40)
+    for num_tokens in ([40, 24], [1, 16]):
+        out = s.schedule()
+        assert (out.times, [row.num_tokens for row in out.rows]) == (1, num_tokens)
+    assert s.schedule().times == 4
+    few = scheduler(num_blocks=4)
+    add(few, 0)
+    prompt_step(few)
+    assert few.schedule().times == 4  # up to 10 tokens: the third block is the last
+    assert few.schedule().times == 1
+
+
+def test_a_row_is_admitted_behind_steps_that_run_several_times() -> None:
+    s = scheduler()
+    add(s, 0)
+    prompt_step(s)
+    add(s, 1)
+    steps = [s.schedule() for _ in range(4)]
+    assert [(step.times, len(step.rows), len(step.new_rows)) for step in steps] == [
+        (4, 1, 0),
+        (1, 2, 1),
+        (4, 2, 0),
+        (4, 2, 0),
+    ]
+    s.repeat_limit = 1
+    add(s, 2)
+    add(s, 3)
+    assert [len(s.schedule().new_rows) for _ in range(2)] == [2, 0]
+
+
+class Machine:
+    """A device that takes `device` seconds for a step, and a host `once + each * times` for a round of steps."""
+
+    def __init__(self) -> None:
+        self.now = self.device_end = self.busy = 0.0
+        self.limit = RepeatLimit(clock=lambda: self.now)
+
+    def run(self, num_rounds: int, device: float, once: float, each: float) -> float:
+        """Rounds with one step in flight behind the one that is read; the share of the time that the device works."""
+        start, self.busy, ends = self.now, 0.0, []
+        for _ in range(num_rounds):
+            times = self.limit.limit
+            self.now += once + each * times
+            self.device_end = max(self.now, self.device_end) + device * times
+            self.busy += device * times
+            ends.append(self.device_end)
+            if len(ends) > 1:
+                waited = max(0.0, ends[-2] - self.now)
+                self.now += waited
+                self.limit.round_done(waited)
+        return self.busy / (self.now - start)
+
+
+def test_a_slow_device_is_not_kept_from_being_told_of_new_rows() -> None:
+    machine = Machine()
+    assert machine.run(200, device=5e-3, once=1e-3, each=5e-4) > 0.97
+    assert machine.limit.limit == 1
+
+
+def test_a_device_that_waits_for_the_host_gets_more_at_once_and_no_more_than_it_takes() -> None:
+    machine = Machine()
+    assert machine.run(40, device=1e-3, once=1.5e-3, each=3e-4) < 0.97  # it is found
+    assert machine.run(200, device=1e-3, once=1.5e-3, each=3e-4) > 0.97
+    assert machine.limit.limit in (3, 4)
+    settled = machine.limit.limit
+    machine.run(200, device=1e-3, once=1.5e-3, each=3e-4)
+    assert machine.limit.limit == settled
+    assert machine.run(200, device=1e-3, once=1e-4, each=1e-4) > 0.97  # fewer rows
+    assert machine.limit.limit == 1
+
+
+def test_a_host_that_is_always_slower_has_a_limit() -> None:
+    machine = Machine()
+    machine.run(200, device=1e-4, once=1e-3, each=3e-4)
+    assert machine.limit.limit == 8
+
+
+def test_a_capture_among_the_rounds_and_a_device_that_ran_dry_say_nothing() -> None:
+    machine = Machine()
+    for _ in range(10):
+        machine.run(6, device=5e-3, once=1e-3, each=5e-4)
+        machine.run(1, device=5e-3, once=0.5, each=0.0)
+        machine.limit.restart()
+    assert machine.limit.limit == 1
