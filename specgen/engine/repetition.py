@@ -38,28 +38,21 @@ def repeat_step(out: SchedulerOutput, requests: Sequence[Request], kv: KVBlockMa
     pairs = list(zip(requests, out.rows, strict=True))
     if any(row.num_draft_tokens != min(out.draft_limit, request.num_tokens_left) for request, row in pairs):
         return False
-    more = [_tokens_of_repetitions(request, row, times) for request, row in pairs]
-    needed = [
-        kv.num_missing_blocks(request, num + out.draft_limit) for request, num in zip(requests, more, strict=True)
-    ]
+    needed = (kv.num_missing_blocks(r, (times - 1) * row.num_tokens + out.draft_limit) for r, row in pairs)
     if sum(needed) > kv.pool.num_free_blocks:
         return False
     out.times = times
-    out.rows = [_repeated(*pair, num, out, kv) for pair, num in zip(pairs, more, strict=True)]
+    out.rows = [_repeated(request, row, out, kv) for request, row in pairs]
     out.num_spec_tokens = max(row.num_draft_tokens for row in out.rows)
     return True
 
 
-def _tokens_of_repetitions(request: Request, row: ScheduledRow, times: int) -> int:
-    """Tokens that a row's repetitions behind the first feed at most; the last token of an answer never is fed."""
-    room = request.num_prompt_tokens + request.max_tokens - 1 - request.num_computed_tokens
-    return max(0, min((times - 1) * row.num_tokens, room))
+def _repeated(request: Request, row: ScheduledRow, out: SchedulerOutput, kv: KVBlockManager) -> ScheduledRow:
+    """The row of a step that runs so often, and the request's counts advanced over it.
 
-
-def _repeated(
-    request: Request, row: ScheduledRow, num_more: int, out: SchedulerOutput, kv: KVBlockManager
-) -> ScheduledRow:
-    """The row of a step that runs so often, and the request's counts advanced over it."""
+    Like all counts of what is in flight these are bounds, and may lie beyond the row's end, where the device stops.
+    """
+    num_more = (out.times - 1) * row.num_tokens
     request.num_computed_tokens += num_more
     request.num_output_placeholders += num_more
     request.num_sampling_steps_in_flight += out.times - 1

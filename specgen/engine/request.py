@@ -88,7 +88,7 @@ class Request:
 
         0 ........ num_prompt ........ num_tokens | placeholders: promised by steps in flight
         [ prompt  ][ output           ][ ? ? ? ? ]
-        [ num_computed_tokens: optimistic, as if all drafts in flight were accepted ]
+        [ num_computed_tokens: optimistic, as if all drafts in flight were accepted and no row ended in between ]
     """
 
     request_id: int

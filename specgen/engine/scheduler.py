@@ -425,4 +425,5 @@ class Scheduler:
         assert slots == list(range(self.config.max_num_seqs)), "a slot is lost or taken twice"
         assert len(self.requests) == len(self.running) + len(self.waiting), "a request is in no queue, or in two"
         for request in self.running:
-            assert request.num_computed_tokens <= self.kv.num_slots(request), "computed tokens without slots"
+            num_slots = self.kv.num_slots(request)
+            assert min(request.num_computed_tokens, self.config.max_model_len) <= num_slots, "tokens without slots"

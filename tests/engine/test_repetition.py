@@ -94,7 +94,7 @@ def test_never_more_often_than_the_longest_row_needs_nor_beyond_a_rows_room() ->
     add(s, 1, max_tokens=4)
     prompt_step(s)
     out = s.schedule()
-    assert (out.times, [row.num_computed_after for row in out.rows]) == (3, [8, 9])
+    assert (out.times, [row.num_computed_after for row in out.rows]) == (3, [9, 9])
     outputs = s.update_from_output(out, ModelRunnerOutput([[31], [32], [], [31], [32], [33]], [0] * 6))
     assert [(len(output.new_token_ids), output.finish_reason) for output in outputs] == [(2, "length"), (3, "length")]
     s.check()
@@ -108,6 +108,25 @@ def test_not_where_the_host_looks_something_up_in_between(params: dict[str, int]
     out = s.schedule()
     s.update_from_output(out, sampled(out, [[30]]))
     assert s.schedule().times == 1
+
+
+def test_what_is_promised_bounds_what_comes_though_less_came_before() -> None:
+    """The first repetitions gain a token each, the next ones all drafts, with a third step scheduled in between."""
+    s = scheduler(k=3)
+    add(s, 0, max_tokens=26)
+    prompt_step(s)
+    poor, rich = s.schedule(), s.schedule()
+    assert (poor.times, rich.times) == (4, 4)
+    s.update_from_output(poor, sampled(poor, [[31], [32], [33], [34]]))
+    s.check()
+    third = s.schedule()
+    s.check()
+    s.update_from_output(rich, sampled(rich, [[40, 41, 42, 43]] * 4))
+    s.check()
+    request = s.running[0]
+    assert request.num_computed_tokens - len(request.token_ids) + 1 == 4 * third.times
+    (output,) = s.update_from_output(third, sampled(third, [[44, 45, 46, 47], [48], [], []]))
+    assert (output.finish_reason, request.num_output_tokens) == ("length", 26)
 
 
 def test_not_beside_parts_of_prompts_nor_for_want_of_blocks() -> None:
