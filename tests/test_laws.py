@@ -182,7 +182,7 @@ def test_preemption_happens_and_changes_nothing(
 
 
 @pytest.mark.parametrize("drafter", ["mtp", "oracle", "anti", "script"])
-@pytest.mark.parametrize(("k", "seqs", "num_blocks"), [(1, 5, 512), (3, 16, 512), (3, 16, 18), (5, 3, 24)])
+@pytest.mark.parametrize(("k", "seqs", "num_blocks"), [(1, 5, 512), (3, 16, 512), (3, 16, 18), (2, 16, 24), (5, 3, 24)])
 def test_steps_that_run_several_times(
     tiny: Path, rows: list[Row], ref: list[Result], k: int, seqs: int, num_blocks: int, drafter: str
 ) -> None:
@@ -191,16 +191,16 @@ def test_steps_that_run_several_times(
     harness = Harness(tiny, k=k, drafter=drafters(drafter, rows, ref), repeat_limit=repeating, **options)
     steps = seen_steps(harness)
     assert_same(harness.run(rows), ref)
-    assert_repeats_are_plain(steps)
+    assert_repeats_are_plain(steps, least=num_blocks > 18)
     assert harness.core.num_steps == sum(step.times for step in steps)
-    assert harness.scheduler.num_preemptions > 0 or num_blocks > 18
+    assert harness.scheduler.num_preemptions > 0 or seqs < 16 or num_blocks > 24
 
 
 def test_plain_steps_that_run_several_times(tiny: Path, rows: list[Row], ref: list[Result]) -> None:
     harness = Harness(tiny, max_num_seqs=5, async_scheduling=True, eos=[3], repeat_limit=Repeating(6, random.Random(0)))
     steps = seen_steps(harness)
     assert_same(harness.run(rows), ref)
-    assert_repeats_are_plain(steps)
+    assert_repeats_are_plain(steps, least=5)
 
 
 def seen_steps(harness: Harness) -> list[SchedulerOutput]:
@@ -211,10 +211,10 @@ def seen_steps(harness: Harness) -> list[SchedulerOutput]:
     return steps
 
 
-def assert_repeats_are_plain(steps: list[SchedulerOutput]) -> None:
-    """Some steps ran several times, and of those with parts of prompts or new rows none."""
+def assert_repeats_are_plain(steps: list[SchedulerOutput], least: int) -> None:
+    """So many steps ran several times, and of those with parts of prompts or new rows none."""
     repeated = [step for step in steps if step.times > 1]
-    assert repeated
+    assert len(repeated) >= least
     assert all(step.num_decode_rows and not step.new_rows for step in repeated)
 
 

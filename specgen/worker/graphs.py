@@ -122,6 +122,18 @@ class _Graph(NamedTuple):
     tokens: StepTokens
 
 
+class ReadyGraph(NamedTuple):
+    """A captured step with its inputs in place, until the next step is made ready."""
+
+    graph: torch.cuda.CUDAGraph
+    tokens: StepTokens
+
+    def run(self) -> StepTokens:
+        """Launches the step. What it gives is valid until the next launch."""
+        self.graph.replay()
+        return self.tokens
+
+
 class DecodeGraphs:
     """The captured steps of one runner. `run_step(batch, K)` is the whole step after its inputs are prepared."""
 
@@ -148,11 +160,8 @@ class DecodeGraphs:
         """Graphs so far, which took `capture_seconds`."""
         return len(self._graphs)
 
-    def run(self, rows: list[ScheduledRow], num_drafts: int, needs: ProcessorNeeds) -> StepTokens:
-        """Launches the step of `rows`, all of which only decode, with room for so many drafts before and after it.
-
-        What it gives is valid until the next launch.
-        """
+    def ready(self, rows: list[ScheduledRow], num_drafts: int, needs: ProcessorNeeds) -> ReadyGraph:
+        """The step of `rows`, all of which only decode, with room for so many drafts before and after it."""
         size = next(s for s in self._sizes if s >= len(rows))
         longest = max(row.num_computed_after for row in rows) + num_drafts
         max_seq_len = rounded_seq_len(longest, self._max_seq_len)
@@ -164,8 +173,7 @@ class DecodeGraphs:
         inputs[0, : len(rows)] = [row.slot for row in rows]
         inputs[1, : len(rows)] = [row.num_draft_tokens for row in rows]
         captured.inputs.copy_(to_device(inputs, self._states.device))
-        captured.graph.replay()
-        return captured.tokens.first(len(rows), num_drafts)
+        return ReadyGraph(captured.graph, captured.tokens.first(len(rows), num_drafts))
 
     def run_largest(self, num_drafts: int, needs: ProcessorNeeds) -> None:
         """Runs the step that is captured for the most and the longest rows, without capturing it."""

@@ -22,7 +22,7 @@ from specgen.kernels.synthetic_rejection import conditional_rates, synthetic_rej
 from specgen.models.context import AttentionContext
 from specgen.models.families import TargetModel
 from specgen.worker.forward_graphs import ForwardGraphs
-from specgen.worker.graphs import DecodeGraphs, GraphMemory, StepTokens
+from specgen.worker.graphs import DecodeGraphs, GraphMemory, ReadyGraph, StepTokens
 from specgen.worker.input_batch import InputBatch, build_batch
 from specgen.worker.logprobs import PromptPart, SampledLogprobs, judge_prompts, to_host
 from specgen.worker.processor_needs import FewCombinations, ProcessorNeeds, processor_needs
@@ -47,7 +47,7 @@ class LaunchedStep(NamedTuple):
     """A step that runs to its end as one graph, whose rows have room for `num_drafts` each."""
 
     step: SchedulerOutput
-    tokens: StepTokens
+    graph: ReadyGraph
     num_drafts: int
 
 
@@ -178,16 +178,15 @@ class ModelRunner:
         slots = np.fromiter((row.slot for row in step.rows), np.int64, len(step.rows))
         self._last_slots = slots
         decode_rows = step.num_decode_rows
-        if self.on_step is not None:
-            self.on_step(decode_rows)
-        self.timer.begin_step(decode_rows, continues=len(step.new_rows) < len(step.rows))
+        self._announce(decode_rows, continues=len(step.new_rows) < len(step.rows))
         needs = processor_needs(slots, self.states)
         if self.combinations is not None:
             needs = self.combinations.settle(needs)
         if self.graphs is not None and decode_rows:
-            self.timer.begin("graph")
             num_drafts = max(step.draft_limit, *(row.num_draft_tokens for row in step.rows))
-            launched = LaunchedStep(step, self.graphs.run(step.rows, num_drafts, needs), num_drafts)
+            self.timer.begin("graph")
+            launched = LaunchedStep(step, self.graphs.ready(step.rows, num_drafts, needs), num_drafts)
+            launched.graph.run()
             self.timer.end()
             return launched
         self.timer.begin("target")
@@ -209,15 +208,30 @@ class ModelRunner:
         packed, judged, prompts = self._end(state)
         if state.step.times == 1:
             return SampledStep(packed, judged, prompts)
-        times = [packed, *(self._end(self._begin(state.step))[0] for _ in range(state.step.times - 1))]
+        times = [packed, *(self._end(self._again(state))[0] for _ in range(state.step.times - 1))]
         return SampledStep(torch.stack(times, dim=1).flatten(0, 1))
+
+    def _again(self, state: ForwardStep | LaunchedStep) -> ForwardStep | LaunchedStep:
+        """Starts the step once more: all that it needs of the host is in place already."""
+        if isinstance(state, ForwardStep):
+            return self._begin(state.step)
+        self._announce(len(state.step.rows), continues=True)
+        self.timer.begin("graph")
+        state.graph.run()
+        self.timer.end()
+        return state
+
+    def _announce(self, decode_rows: int, continues: bool) -> None:
+        if self.on_step is not None:
+            self.on_step(decode_rows)
+        self.timer.begin_step(decode_rows, continues)
 
     def _end(
         self, state: ForwardStep | LaunchedStep
     ) -> tuple[torch.Tensor, SampledLogprobs | None, Sequence[PromptPart]]:
         """Does what is left of a step; its tokens as `pack_tokens` has them, and what rows want to know of theirs."""
         if isinstance(state, LaunchedStep):
-            rows, tokens = state.step.rows, state.tokens
+            rows, tokens = state.step.rows, state.graph.tokens
             judged = self._sampled_logprobs(tokens.judged, rows, [state.num_drafts + 1] * len(rows))
             return pack_tokens(tokens.sampled, tokens.num_sampled), judged, ()
         self.timer.begin("sampling")
