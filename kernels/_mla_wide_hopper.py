@@ -7,19 +7,16 @@ scores come to the registers that the product takes weights from, so a step is a
 # mypy: ignore-errors
 
 from specgen.kernels._hopper_attention import (
+    SUM_COLUMNS,
     clear_unseen,
     fetch,
     find_latent_tile,
     hide_unseen,
-    make_ones,
-    nothing_seen,
     split_sum,
-    sum_weights,
-    weigh,
 )
 from specgen.kernels._mla_common import NO_MAX, split_range
 from specgen.kernels._tiles import tile_place
-from specgen.kernels._triton import gl, gluon, hopper, load_block, next_stage_of, thread_barrier, wait_for_inputs
+from specgen.kernels._triton import gl, gluon, hopper, load_block, thread_barrier, wait_for_inputs
 
 
 @gluon.jit
@@ -112,12 +109,105 @@ def _start_ring(cache, table_ptr, num_steps, column, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _keep_partial(partial, row_max, total, acc, column, first_column, RANK: gl.constexpr):
-    """Store a slice of a split's acc in the rows `partial`, and max and sum if it is the first slice."""
-    gl.store(partial[:, None] + column, acc)
-    if first_column == 0:
-        gl.store(partial + RANK, gl.convert_layout(row_max, total.type.layout, assert_trivial=True))
-        gl.store(partial + RANK + 1, total)
+def _soften(
+    step_scores, steps, scale_log2, weights, decays, maxima, row_max, told, free, passed, first: gl.constexpr,
+):  # fmt: skip
+    """Work out the weights of every other step, and the factor of what came before, for `_multiply`.
+
+    The two groups pass the running maximum to each other as soon as they know it. `first`: 0 or 1.
+    """
+    SLOTS: gl.constexpr = weights.shape[0]
+    ROWS: gl.constexpr = weights.shape[1]
+    STEP_KEYS: gl.constexpr = weights.shape[2]
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [8, 1], [1, 0])
+    score_row: gl.constexpr = gl.SliceLayout(1, layout)
+    row = gl.arange(0, ROWS, score_row)[:, None]
+    scores_ptr = step_scores + row * STEP_KEYS + gl.arange(0, STEP_KEYS, gl.SliceLayout(0, layout))[None, :]
+    last = steps - 1
+    next_scores = gl.load(scores_ptr + gl.minimum(first, last) * (ROWS * STEP_KEYS))
+    highest = gl.full([ROWS], NO_MAX, gl.float32, score_row)
+    for step in range(first, steps, 2):
+        scores = next_scores
+        next_scores = gl.load(scores_ptr + gl.minimum(step + 2, last) * (ROWS * STEP_KEYS))
+        own_max = gl.max(scores, axis=1)
+        hopper.mbarrier.wait(passed.index(1 - first), (step // 2 + 1 - first) % 2)  # before step 0 nothing is
+        before = maxima.index(1 - first).load(score_row)
+        highest = gl.maximum(before, own_max)
+        maxima.index(first).store(highest)
+        thread_barrier()
+        hopper.mbarrier.arrive(passed.index(first))
+        decay = gl.exp2((before - highest) * scale_log2)
+        step_weights = gl.exp2((scores - highest[:, None]) * scale_log2).to(weights.dtype)
+        slot = step % SLOTS
+        hopper.mbarrier.wait(free.index(slot), (step // SLOTS + 1) % 2)  # what was never used is free
+        weights.index(slot).store(step_weights)
+        decays.index(slot).store(decay)
+        hopper.fence_async_shared()
+        thread_barrier()
+        hopper.mbarrier.arrive(told.index(slot))
+    if last % 2 == first:
+        row_max.store(highest)
+        thread_barrier()
+        hopper.mbarrier.arrive(told.index(SLOTS))
+
+
+@gluon.jit
+def _multiply(
+    cache, table_ptr, out_ptr, partial_ptr, q_row, count, num_heads, split, first_column, low, end, full, steps,
+    buffers, ready, ones, weights, decays, row_max, told, free, HEADS: gl.constexpr, RANK: gl.constexpr,
+    BY_SPLIT: gl.constexpr, KEY_START: gl.constexpr,
+):  # fmt: skip
+    """Take in the steps' values by the weights that `_soften` hands over; store the result, or the split's part."""
+    SLOTS: gl.constexpr = weights.shape[0]
+    STAGES: gl.constexpr = buffers.shape[0]
+    ROWS: gl.constexpr = weights.shape[1]
+    STEP_KEYS: gl.constexpr = buffers.shape[1]
+    SLICE: gl.constexpr = buffers.shape[2]
+    copy_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SLICE, 16])
+    sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SUM_COLUMNS, 16])
+    acc_row: gl.constexpr = gl.SliceLayout(1, acc_layout)
+    # All rows see every key of the steps in [lead, full).
+    lead = (KEY_START + STEP_KEYS - 1) // STEP_KEYS * STEP_KEYS
+    row_sum = gl.zeros([ROWS, SUM_COLUMNS], gl.float32, sum_layout)
+    acc = gl.zeros([ROWS, SLICE], gl.float32, acc_layout)
+    for step in range(0, steps):
+        start = low + step * STEP_KEYS
+        ahead = step + STAGES
+        block = gl.load(table_ptr + ahead, mask=ahead < steps, other=0)
+        slot = step % SLOTS
+        stage = step % STAGES
+        values = buffers.index(stage)
+        hopper.mbarrier.wait(ready.index(stage), step // STAGES % 2)
+        if (start < lead) | (start + STEP_KEYS > full):
+            clear_unseen(values, start, end, KEY_START, copy_layout)
+        hopper.mbarrier.wait(told.index(slot), step // SLOTS % 2)
+        row_sum = row_sum * decays.index(slot).load(gl.SliceLayout(1, sum_layout))[:, None]
+        acc = acc * decays.index(slot).load(acc_row)[:, None]
+        row_sum = hopper.warpgroup_mma(weights.index(slot), ones, row_sum, is_async=True)
+        acc = hopper.warpgroup_mma(weights.index(slot), values, acc, is_async=True)
+        row_sum, acc = hopper.warpgroup_mma_wait(0, deps=[row_sum, acc])
+        thread_barrier()  # nobody reads these values and weights any more
+        hopper.mbarrier.arrive(free.index(slot))
+        fetch(cache, block, first_column, values, ready.index(stage), ahead < steps)
+    total = split_sum(row_sum, acc_row)
+    row = gl.arange(0, ROWS, acc_row)
+    column = first_column + gl.arange(0, SLICE, gl.SliceLayout(0, acc_layout))[None, :]
+    if BY_SPLIT:
+        place = tile_place() * (gl.num_programs(2) // (RANK // SLICE)) + split
+        partial = partial_ptr + (place * ROWS + row) * (RANK + 2)
+        gl.store(partial[:, None] + column, acc)
+        hopper.mbarrier.wait(told.index(SLOTS), 0)
+        if first_column == 0:
+            gl.store(partial + RANK, row_max.load(acc_row))
+            gl.store(partial + RANK + 1, total)
+    else:
+        head = gl.program_id(1) * HEADS + row % HEADS
+        query = row // HEADS
+        result = acc / gl.where(total > 0, total, 1.0)[:, None]
+        target = out_ptr + ((q_row + query) * num_heads + head)[:, None] * RANK + column
+        real = (head < num_heads) & (query < count)
+        gl.store(target, result.to(out_ptr.dtype.element_ty), mask=real[:, None])
 
 
 @gluon.jit(do_not_specialize=["first_tile", "num_requests", "num_steps"])
@@ -127,73 +217,68 @@ def mla_values_hopper_kernel(
     QUERIES: gl.constexpr, RANK: gl.constexpr, STEP_KEYS: gl.constexpr, SPLIT_KEYS: gl.constexpr, STAGES: gl.constexpr,
     BY_SPLIT: gl.constexpr, REQUESTS: gl.constexpr, KEY_START: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """As `mla_values_kernel`. cache: descriptor of the cache in blocks of STEP_KEYS rows and a slice of columns."""
+    """As `mla_values_kernel`. cache: descriptor of the cache in blocks of STEP_KEYS rows and a slice of columns.
+
+    Launched with 4 warps, which multiply; two groups of 8 are started for the weights.
+    """
+    SLOTS: gl.constexpr = 4
     ROWS: gl.constexpr = HEADS * QUERIES
-    SLICE: gl.constexpr = cache.block_type.shape[1]
-    SLICES: gl.constexpr = RANK // SLICE
+    SLICES: gl.constexpr = RANK // cache.block_type.shape[1]
     DTYPE: gl.constexpr = out_ptr.dtype.element_ty
+    shared_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     copy_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP_KEYS, 16])
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SLICE, 16])
-    score_row: gl.constexpr = gl.SliceLayout(1, scores_layout)
-    acc_row: gl.constexpr = gl.SliceLayout(1, acc_layout)
     slot, q_row, count, position = find_latent_tile(
         first_tile + gl.program_id(0), idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES,
         REQUESTS,
     )  # fmt: skip
     split = gl.program_id(2) // SLICES
-    first_column = (gl.program_id(2) % SLICES) * SLICE
+    first_column = (gl.program_id(2) % SLICES) * cache.block_type.shape[1]
     low, end, works = split_range(split, position, count, SPLIT_KEYS)
     steps = gl.where(works, (end - low + STEP_KEYS - 1) // STEP_KEYS, 0)
     table_ptr = block_tables_ptr + slot * block_tables_stride + low // STEP_KEYS
 
     buffers, ready = _start_ring(cache, table_ptr, steps, first_column, STAGES)
-    ones = make_ones(STEP_KEYS, DTYPE, copy_layout)
+    weights = gl.allocate_shared_memory(DTYPE, [SLOTS, ROWS, STEP_KEYS], shared_layout)
+    decays = gl.allocate_shared_memory(gl.float32, [SLOTS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    row_max = gl.allocate_shared_memory(gl.float32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    ones = gl.allocate_shared_memory(
+        DTYPE, [SUM_COLUMNS, STEP_KEYS], shared_layout, gl.full([SUM_COLUMNS, STEP_KEYS], 1.0, DTYPE, copy_layout)
+    )
+    maxima = gl.allocate_shared_memory(gl.float32, [2, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    maxima.index(1).store(gl.full([ROWS], NO_MAX, gl.float32, gl.SliceLayout(1, copy_layout)))
+    passed = gl.allocate_shared_memory(gl.int64, [2, 1], hopper.mbarrier.MBarrierLayout())
+    told = gl.allocate_shared_memory(gl.int64, [SLOTS + 1, 1], hopper.mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
+    for i in gl.static_range(SLOTS):
+        hopper.mbarrier.init(free.index(i), count=1)
+    for i in gl.static_range(SLOTS + 1):
+        hopper.mbarrier.init(told.index(i), count=1)
+    for i in gl.static_range(2):
+        hopper.mbarrier.init(passed.index(i), count=1)
+    hopper.fence_async_shared()
     wait_for_inputs(PDL)  # what the scores' kernel read had been written before it went on
-    if works:
-        # All rows see every key of the steps in [lead, full).
-        lead = (KEY_START + STEP_KEYS - 1) // STEP_KEYS * STEP_KEYS
+    if steps > 0:
         full = gl.minimum(position + 1, end)
-        place = tile_place()
-        row = gl.arange(0, ROWS, score_row)
-        column = gl.arange(0, STEP_KEYS, gl.SliceLayout(0, scores_layout))
-        step_scores = scores_ptr + (place * num_steps + low // STEP_KEYS) * ROWS * STEP_KEYS
-        step_scores += row[:, None] * STEP_KEYS + column[None, :]
-        last = gl.maximum(steps - 1, 0)
-        next_scores = gl.load(step_scores)
-        scores_after = gl.load(step_scores + gl.minimum(1, last) * (ROWS * STEP_KEYS))
-        row_max, row_sum, acc = nothing_seen(ROWS, STEP_KEYS, SLICE, NO_MAX)
-        stage = 0
-        phase = 0
-        for step in range(0, steps):
-            start = low + step * STEP_KEYS
-            ahead = step + STAGES
-            block = gl.load(table_ptr + ahead, mask=ahead < steps, other=0)
-            scores = next_scores
-            next_scores = scores_after
-            scores_after = gl.load(step_scores + gl.minimum(step + 2, last) * (ROWS * STEP_KEYS))
-            weights, row_max, row_sum, acc = weigh(scores, row_max, row_sum, acc, scale_log2, DTYPE)
-            values = buffers.index(stage)
-            hopper.mbarrier.wait(ready.index(stage), phase)
-            if (start < lead) | (start + STEP_KEYS > full):
-                clear_unseen(values, start, end, KEY_START, copy_layout)
-            row_sum = sum_weights(weights, ones, row_sum)
-            acc = hopper.warpgroup_mma(weights, values, acc, is_async=True)
-            row_sum, acc, weights = hopper.warpgroup_mma_wait(0, deps=[row_sum, acc, weights])
-            thread_barrier()  # nobody reads these values any more
-            fetch(cache, block, first_column, values, ready.index(stage), ahead < steps)
-            stage, phase = next_stage_of(stage, phase, STAGES)
-        total = split_sum(row_sum, acc_row)
-        row = gl.arange(0, ROWS, acc_row)
-        column = first_column + gl.arange(0, SLICE, gl.SliceLayout(0, acc_layout))[None, :]
-        if BY_SPLIT:
-            place = place * (gl.num_programs(2) // SLICES) + split
-            partial = partial_ptr + (place * ROWS + row) * (RANK + 2)
-            _keep_partial(partial, row_max, total, acc, column, first_column, RANK)
-        else:
-            head = gl.program_id(1) * HEADS + row % HEADS
-            query = row // HEADS
-            result = acc / gl.where(total > 0, total, 1.0)[:, None]
-            target = out_ptr + ((q_row + query) * num_heads + head)[:, None] * RANK + column
-            real = (head < num_heads) & (query < count)
-            gl.store(target, result.to(DTYPE), mask=real[:, None])
+        step_scores = scores_ptr + (tile_place() * num_steps + low // STEP_KEYS) * ROWS * STEP_KEYS
+        gl.warp_specialize(
+            [
+                (
+                    _multiply,
+                    (
+                        cache, table_ptr, out_ptr, partial_ptr, q_row, count, num_heads, split, first_column, low, end,
+                        full, steps, buffers, ready, ones.permute([1, 0]), weights, decays, row_max, told, free, HEADS,
+                        RANK, BY_SPLIT, KEY_START,
+                    ),
+                ),
+                (
+                    _soften,
+                    (step_scores, steps, scale_log2, weights, decays, maxima, row_max, told, free, passed, 0),
+                ),
+                (
+                    _soften,
+                    (step_scores, steps, scale_log2, weights, decays, maxima, row_max, told, free, passed, 1),
+                ),
+            ],
+            [8, 8],
+            [80, 80],
+        )  # fmt: skip

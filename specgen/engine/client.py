@@ -70,6 +70,7 @@ class EngineClient:
         self._failure: BaseException | None = None
         self._labels: StepLabels | None = None
         self._draft_length: DraftLength | None = None
+        self._repeat_limit: RepeatLimit | None = None
         self._ready = threading.Event()
         start = time.perf_counter()
         self._thread = threading.Thread(target=self._run, args=(build, check, adaptive), name="engine", daemon=True)
@@ -141,13 +142,15 @@ class EngineClient:
             executor = UniProcExecutor(self._worker)
             if adaptive and self._scheduler.draft_limit:
                 self._draft_length = DraftLength(self._scheduler.draft_limit)
+            elif may_repeat(self._worker.config, self._scheduler.config):
+                self._repeat_limit = RepeatLimit()
             self._core = EngineCore(
                 self._scheduler,
                 executor,
                 self._outputs.put,
                 check_every_step=check,
                 draft_length=self._draft_length,
-                repeat_limit=RepeatLimit() if self._worker.config.device.type == "cuda" else None,
+                repeat_limit=self._repeat_limit,
             )
             with _settled_heap():
                 self._ready.set()
@@ -236,6 +239,8 @@ class EngineClient:
     def time_parts(self, wanted: bool) -> None:
         """From now on the parts of steps that run as one CUDA graph are (not) told; telling them stalls the device."""
         self._worker.runner.timer.detailed = wanted
+        if self._repeat_limit is not None:
+            self._repeat_limit.is_held = wanted
 
     def shutdown(self) -> None:
         """Aborts what is left, ends the loop and drops the model. May be called twice.
@@ -254,6 +259,14 @@ class EngineClient:
     ) -> None:
         if not isinstance(error, EngineStuckError):
             self.shutdown()
+
+
+def may_repeat(worker: WorkerConfig, scheduler: SchedulerConfig) -> bool:
+    """Whether decode steps may run several times: where a device has a time of its own, and no answer depends on it.
+
+    Verified by ratio, an answer depends on how many drafts a row has at its end.
+    """
+    return worker.device.type == "cuda" and scheduler.async_scheduling and not worker.by_ratio
 
 
 @contextmanager

@@ -80,6 +80,7 @@ class EngineCore:
         self.num_steps = 0
         self._on_outputs = on_outputs
         self._check_every_step = check_every_step
+        assert repeat_limit is None or scheduler.config.async_scheduling, "else every step is looked at"
         self._draft_length = draft_length
         self._repeat_limit = repeat_limit
         self._batch_queue: deque[tuple[SchedulerOutput, StepResult]] = deque()
@@ -177,12 +178,12 @@ class EngineCore:
             assert ended or not self.scheduler.has_requests(), "requests are waiting and nothing can be scheduled"
             return ended
         step, result = self._batch_queue.popleft()
-        return ended + self._take(step, self._wait_for(result))
+        return ended + self._take(step, self._wait_for(step, result))
 
-    def _wait_for(self, result: StepResult) -> ModelRunnerOutput:
-        started = time.perf_counter()
+    def _wait_for(self, step: SchedulerOutput, result: StepResult) -> ModelRunnerOutput:
+        asked = time.perf_counter()
         output = result.get()
         if self._repeat_limit is not None:
-            self._repeat_limit.round_done(time.perf_counter() - started)
+            self._repeat_limit.round_done(step, output, asked, time.perf_counter())
             self.scheduler.repeat_limit = self._repeat_limit.limit
         return output

@@ -60,7 +60,7 @@ class DraftLength:
         return 1.0 + sum(accepted / drafted if drafted else 0.0 for accepted, drafted in kept)
 
     def step_done(self, step: SchedulerOutput, num_accepted: Sequence[int]) -> None:
-        """Takes in a step that has just ended, and chooses `limit` anew. num_accepted: as its output has them."""
+        """Takes in a step that has just ended, and chooses `limit` anew. num_accepted: drafts kept, by row."""
         self._count(step, num_accepted)
         num_rows = step.num_decode_rows
         if not num_rows:
@@ -70,7 +70,7 @@ class DraftLength:
         rows = self._rows_of(size)
         drafts = step.draft_limit
         if self._before is not None and self._before[:2] == (size, drafts):
-            rows.seconds.setdefault(drafts, deque(maxlen=_SAMPLES)).append((now - self._before[2]) / step.times)
+            rows.seconds.setdefault(drafts, deque(maxlen=_SAMPLES)).append(now - self._before[2])
             rows.num_samples += drafts == self.limit
             rows.steps_to_look -= 1
         self._before = size, drafts, now
@@ -81,8 +81,7 @@ class DraftLength:
             return
         self._drafted = [count * _FORGET for count in self._drafted]
         self._accepted = [count * _FORGET for count in self._accepted]
-        rows = (row for row in step.rows for _ in range(step.times))
-        for row, accepted in zip(rows, num_accepted, strict=True):
+        for row, accepted in zip(step.rows, num_accepted, strict=True):
             for position in range(row.num_draft_tokens):
                 self._drafted[position] += 1
                 self._accepted[position] += position < accepted

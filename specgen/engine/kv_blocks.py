@@ -133,12 +133,8 @@ class KVBlockManager:
         table = self._tables.get(request.request_id)
         if table is None:
             table = self._tables[request.request_id] = []
-        num_slots = request.num_computed_tokens + num_new_tokens + num_lookahead_tokens
-        if num_slots <= len(table) * self.block_size:
-            return []
-        num_slots = min(num_slots, self.max_model_len)
-        num_needed = -(-num_slots // self.block_size) - len(table)
-        if num_needed <= 0:
+        num_needed = self.num_missing_blocks(request, num_new_tokens + num_lookahead_tokens)
+        if not num_needed:
             return []
         if num_needed > self.pool.num_free_blocks:
             return None
@@ -148,8 +144,10 @@ class KVBlockManager:
 
     def num_missing_blocks(self, request: Request, num_new_tokens: int) -> int:
         """Blocks that `allocate_slots` would take for so many tokens, lookahead among them."""
-        num_slots = min(request.num_computed_tokens + num_new_tokens, self.max_model_len)
-        return max(0, -(-num_slots // self.block_size) - len(self.block_ids(request)))
+        num_slots, num_held = request.num_computed_tokens + num_new_tokens, len(self.block_ids(request))
+        if num_slots <= num_held * self.block_size:
+            return 0
+        return max(0, -(-min(num_slots, self.max_model_len) // self.block_size) - num_held)
 
     def num_slots(self, request: Request) -> int:
         """Slots that the request's blocks hold."""

@@ -8,31 +8,31 @@ last one sampled. Rows that ended, and those that could take their place, wait f
 from __future__ import annotations
 
 import math
-import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import median
 
 from specgen.engine.kv_blocks import KVBlockManager
 from specgen.engine.request import Request
-from specgen.engine.step import ScheduledRow, SchedulerOutput
+from specgen.engine.step import ModelRunnerOutput, ScheduledRow, SchedulerOutput
 
 _MOST = 8  # repetitions: rows that ended wait for twice as many at worst
 _JUDGED = 8  # rounds of the host's work that are looked at together
-_BUSY = 0.05  # share of a round that the host waits for the device, below which the device may be waiting for the host
-_IDLE = 0.35  # above which fewer repetitions would do
+_HOST_BOUND = 0.05  # share of a round that the host waits, below which it may be the device that waits
+_DEVICE_BOUND = 0.35  # above which fewer repetitions would do
 _AIM = 0.2
+_GAIN = 1.03  # what twice the repetitions must bring
+_REST = 16  # judgements after they did not
 
 
 def repeat_step(out: SchedulerOutput, requests: Sequence[Request], kv: KVBlockManager, limit: int) -> bool:
-    """Lets step `out` run up to `limit` times, as often as any row needs; False, and nothing done, if that is once.
+    """Lets step `out` run up to `limit` times; False, and nothing done, if that is once.
 
-    It runs again only as it is: as many drafts a row, no part of a prompt, nothing for the host to look up in between.
-    `requests`: of its rows, their counts advanced over it once.
+    It runs again only as it is: as many drafts a row, no part of a prompt, nothing for the host to look up in between;
+    and not oftener than a row is likely to need. `requests`: of its rows, their counts advanced over it once.
     """
     if limit == 1 or not out.num_decode_rows:
         return False
-    times = min(limit, 1 + max(request.num_tokens_left for request in requests))
+    times = min(limit, 1 + max(map(_steps_left, requests)))
     if times <= 1 or any(request.params.logprobs is not None for request in requests):
         return False
     pairs = list(zip(requests, out.rows, strict=True))
@@ -47,6 +47,13 @@ def repeat_step(out: SchedulerOutput, requests: Sequence[Request], kv: KVBlockMa
     return True
 
 
+def _steps_left(request: Request) -> int:
+    """Steps that the request takes beyond those in flight, if it goes on as so far and to its full length."""
+    steps, emitted = request.stats.steps, request.stats.emitted
+    num_left = request.max_tokens - request.num_output_tokens
+    return math.ceil(num_left * steps / emitted if emitted else num_left) - request.num_sampling_steps_in_flight
+
+
 def _repeated(request: Request, row: ScheduledRow, out: SchedulerOutput, kv: KVBlockManager) -> ScheduledRow:
     """The row of a step that runs so often, and the request's counts advanced over it.
 
@@ -56,7 +63,7 @@ def _repeated(request: Request, row: ScheduledRow, out: SchedulerOutput, kv: KVB
     request.num_computed_tokens += num_more
     request.num_output_placeholders += num_more
     request.num_sampling_steps_in_flight += out.times - 1
-    num_next = request.num_lookahead_slots = max(0, min(out.draft_limit, request.num_tokens_left - 1))
+    num_next = request.num_lookahead_slots = request.num_usable_drafts(out.draft_limit)
     request.spec_token_ids = [-1] * num_next
     blocks = kv.allocate_slots(request, 0, num_next)
     assert blocks is not None, "the blocks were counted before"
@@ -66,37 +73,48 @@ def _repeated(request: Request, row: ScheduledRow, out: SchedulerOutput, kv: KVB
 
 
 class RepeatLimit:
-    """How often a decode step may run, `limit`: as seldom as keeps the device busy while the host works.
+    """How often a decode step may run, `limit`: as often as gives the device work while the host is at the last one's.
 
-    Follows a clock. What it chooses changes the speed and never a token.
+    Follows the clock. Under exact verification what it chooses changes the speed and never a token.
+
+    It is raised where the host waits for nothing, and stays so if that gives more tokens a second: rows that end in
+    between stay without work until the host knows.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Starts with 1; `clock` gives seconds."""
+    def __init__(self) -> None:
+        """Starts with 1."""
         self.limit = 1
-        self._clock = clock
+        self.is_held = False  # true: what rounds take says nothing now
         self._before: float | None = None
-        self._waited: deque[float] = deque(maxlen=_JUDGED)  # shares of the last rounds
+        self._waited: list[float] = []  # shares of rounds, since the limit was last judged
+        self._tokens, self._seconds = 0, 0.0  # of all rounds since then
+        self._rate_at_half: float | None = None  # tokens a second before the limit was raised to what is tried now
+        self._rest = 0  # judgements to come before it may be raised again
 
     def restart(self) -> None:
         """The device has run dry: the time until its next results says nothing."""
         self._before = None
 
-    def round_done(self, waited: float) -> None:
-        """Takes in that a step's results have come, for which the host waited so many seconds; chooses `limit` anew."""
-        now = self._clock()
-        if self._before is not None and now > self._before:
-            self._waited.append(waited / (now - self._before))
-        self._before = now
+    def round_done(self, step: SchedulerOutput, output: ModelRunnerOutput, asked: float, now: float) -> None:
+        """Takes in what a step gave, for which the host asked at one time and had it at another, in seconds."""
+        before, self._before = self._before, now
+        if self.is_held or before is None or now <= before:
+            return
+        self._tokens += sum(map(len, output.sampled_token_ids))
+        self._seconds += now - before
+        if step.num_decode_rows and step.times == self.limit:
+            self._waited.append((now - asked) / (now - before))
         if len(self._waited) == _JUDGED:
-            self._choose(median(self._waited))
+            self._judge(median(self._waited), self._tokens / self._seconds)
 
-    def _choose(self, waited: float) -> None:
-        limit = self.limit
-        if waited < _BUSY:
-            limit = min(_MOST, 2 * limit)
-        elif waited > _IDLE:
-            limit = max(1, math.ceil(limit * (1 - waited) / (1 - _AIM)))
-        if limit != self.limit:
-            self.limit = limit
-            self._waited.clear()
+    def _judge(self, waited: float, rate: float) -> None:
+        rate_at_half, self._rate_at_half = self._rate_at_half, None
+        self._rest = max(0, self._rest - 1)
+        if rate_at_half is not None and rate < _GAIN * rate_at_half:
+            self.limit, self._rest = self.limit // 2, _REST
+        elif waited < _HOST_BOUND and self.limit < _MOST and not self._rest:
+            self.limit, self._rate_at_half = 2 * self.limit, rate
+        elif waited > _DEVICE_BOUND:
+            self.limit = max(1, math.ceil(self.limit * (1 - waited) / (1 - _AIM)))
+        self._waited.clear()
+        self._tokens, self._seconds = 0, 0.0

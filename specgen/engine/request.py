@@ -138,6 +138,10 @@ class Request:
         num_output = len(self.token_ids) - len(self.prompt_token_ids)
         return self.max_tokens - num_output - self.num_sampling_steps_in_flight
 
+    def num_usable_drafts(self, limit: int, num_more: int = 0) -> int:
+        """Drafts, up to `limit`, that can be verified behind the sampling steps in flight and so many more."""
+        return max(0, min(limit, self.num_tokens_left - num_more - 1)) if limit else 0
+
     @property
     def lacks_prompt_logprobs(self) -> bool:
         """Whether log-probabilities of prompt tokens are wanted and not there yet: cached KV cannot give them."""

@@ -132,6 +132,8 @@ class Scheduler:
         return out
 
     def _repeat(self, out: SchedulerOutput) -> bool:
+        if self.repeat_limit == 1:
+            return False
         requests = [self.requests[row.request_id] for row in out.rows]
         return repeat_step(out, requests, self.kv, self.repeat_limit)
 
@@ -217,7 +219,7 @@ class Scheduler:
         """The request's row, with the drafts and lookahead slots that there are blocks for; None if no token fits."""
         num_behind = request.num_computed_tokens + num_new - len(request.token_ids) - request.num_output_placeholders
         samples, num_drafts = num_behind >= 0, max(0, num_behind)
-        num_lookahead = self._num_usable_drafts(request) if samples else 0
+        num_lookahead = request.num_usable_drafts(self.draft_limit, num_more=1) if samples else 0
         first_block = len(self.kv.block_ids(request))
         for tokens, lookahead in ((num_new, num_lookahead), (num_new, 0), (num_new - num_drafts, 0)):
             blocks = self.kv.allocate_slots(request, tokens, lookahead)
@@ -237,10 +239,6 @@ class Scheduler:
                 )
         return None
 
-    def _num_usable_drafts(self, request: Request) -> int:
-        """Drafts that the step after this (sampling) one can still verify."""
-        return max(0, min(self.draft_limit, request.num_tokens_left - 2)) if self.draft_limit else 0
-
     def _take(self, request: Request, row: ScheduledRow, out: SchedulerOutput) -> None:
         """Advances the request's counts over a row that was allocated."""
         request.num_computed_tokens += row.num_tokens
@@ -258,7 +256,7 @@ class Scheduler:
     # results
 
     def update_from_output(self, out: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineOutput]:
-        """Appends the sampled tokens one by one, with the stop check after each; publishes blocks that became final."""
+        """Appends the sampled tokens up to each row's end; publishes blocks that became final."""
         outputs = []
         times, accepted = out.times, result.num_accepted
         for b, row in enumerate(out.rows):
@@ -318,6 +316,7 @@ class Scheduler:
         assert request.end_ids.isdisjoint(new[:-1]), "the device went on behind an end"
         request.token_ids += new
         self._check_stop(request, new[-1])
+        assert request.num_output_tokens <= request.max_tokens, "the device went on behind a row's last token"
         if not num_drafts:
             request.stats.observe_plain(len(new))
             return new

@@ -128,10 +128,9 @@ class ReadyGraph(NamedTuple):
     graph: torch.cuda.CUDAGraph
     tokens: StepTokens
 
-    def run(self) -> StepTokens:
-        """Launches the step. What it gives is valid until the next launch."""
+    def run(self) -> None:
+        """Launches the step. What it gives is in `tokens` until the next launch."""
         self.graph.replay()
-        return self.tokens
 
 
 class DecodeGraphs:

@@ -208,8 +208,8 @@ class ModelRunner:
         packed, judged, prompts = self._end(state)
         if state.step.times == 1:
             return SampledStep(packed, judged, prompts)
-        times = [packed, *(self._end(self._again(state))[0] for _ in range(state.step.times - 1))]
-        return SampledStep(torch.stack(times, dim=1).flatten(0, 1))
+        all_packed = [packed, *(self._end(self._again(state))[0] for _ in range(state.step.times - 1))]
+        return SampledStep(torch.stack(all_packed, dim=1).flatten(0, 1))
 
     def _again(self, state: ForwardStep | LaunchedStep) -> ForwardStep | LaunchedStep:
         """Starts the step once more: all that it needs of the host is in place already."""

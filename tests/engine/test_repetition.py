@@ -1,12 +1,19 @@
 """When a decode step runs several times, and how often."""
 
-import pytest
+from dataclasses import replace
+from pathlib import Path
 
+import pytest
+import torch
+from harness import Harness
+from tiny import write_checkpoint
+
+from specgen.engine.client import may_repeat
 from specgen.engine.kv_blocks import KVBlockManager
 from specgen.engine.repetition import RepeatLimit
 from specgen.engine.request import EngineRequest
 from specgen.engine.scheduler import Scheduler, SchedulerConfig
-from specgen.engine.step import ModelRunnerOutput, SchedulerOutput
+from specgen.engine.step import ModelRunnerOutput, ScheduledRow, SchedulerOutput
 from specgen.sampling_params import SamplingParams
 
 EOS = 1
@@ -100,14 +107,24 @@ def test_never_more_often_than_the_longest_row_needs_nor_beyond_a_rows_room() ->
     s.check()
 
 
-@pytest.mark.parametrize("params", [{"logprobs": 1}, {"prompt_logprobs": 1, "logprobs": 0}])
-def test_not_where_the_host_looks_something_up_in_between(params: dict[str, int]) -> None:
+@pytest.mark.parametrize(("params", "times"), [({"logprobs": 0}, 1), ({"prompt_logprobs": 1}, 4)])
+def test_not_where_the_host_looks_something_up_in_between(params: dict[str, int], times: int) -> None:
     s = scheduler()
     add(s, 0)
     add(s, 1, **params)
     out = s.schedule()
     s.update_from_output(out, sampled(out, [[30]]))
-    assert s.schedule().times == 1
+    assert s.schedule().times == times
+
+
+def test_not_oftener_than_a_row_that_keeps_its_drafts_is_likely_to_need() -> None:
+    s = scheduler(k=3)
+    add(s, 0, max_tokens=13)
+    prompt_step(s)
+    out = s.schedule()
+    s.update_from_output(out, sampled(out, [[31, 32, 33, 34], [35, 36, 37, 38], [], []]))
+    assert s.running[0].num_output_tokens == 9
+    assert s.schedule().times == 2  # 9 tokens took 3 steps
 
 
 def test_what_is_promised_bounds_what_comes_though_less_came_before() -> None:
@@ -163,41 +180,53 @@ def test_a_row_is_admitted_behind_steps_that_run_several_times() -> None:
 
 
 class Machine:
-    """A device that takes `device` seconds for a step, and a host `once + each * times` for a round of steps."""
+    """A device that takes `device` seconds for a step, and a host `once + each * times` for a round of steps.
+
+    Rounds have one step in flight behind the one that is read. Of every `period` rounds one has prompts.
+    """
 
     def __init__(self) -> None:
-        self.now = self.device_end = self.busy = 0.0
-        self.limit = RepeatLimit(clock=lambda: self.now)
+        self.now = self.device_end = 0.0
+        self.limit = RepeatLimit()
+        self.flight: list[tuple[SchedulerOutput, float]] = []
 
-    def run(self, num_rounds: int, device: float, once: float, each: float) -> float:
-        """Rounds with one step in flight behind the one that is read; the share of the time that the device works."""
-        start, self.busy, ends = self.now, 0.0, []
-        for _ in range(num_rounds):
-            times = self.limit.limit
+    def run(
+        self, num_rounds: int, device: float, once: float, each: float, period: int = 0, lost: float = 0.0
+    ) -> float:
+        """Run rounds of two rows; the share of the time that the device works. lost: tokens a repetition never has."""
+        start, busy = self.now, 0.0
+        for number in range(num_rounds):
+            is_prompt = period > 0 and number % period == 0
+            times = 1 if is_prompt else self.limit.limit
+            work = 10 * device if is_prompt else device * times
+            rows = [ScheduledRow(i, i, 9 if is_prompt else 1, 0, True, [], 0, 0, 9) for i in range(2)]
             self.now += once + each * times
-            self.device_end = max(self.now, self.device_end) + device * times
-            self.busy += device * times
-            ends.append(self.device_end)
-            if len(ends) > 1:
-                waited = max(0.0, ends[-2] - self.now)
-                self.now += waited
-                self.limit.round_done(waited)
-        return self.busy / (self.now - start)
+            self.device_end = max(self.now, self.device_end) + work
+            busy += work
+            self.flight.append((SchedulerOutput(rows=rows, times=times), self.device_end))
+            if len(self.flight) > 1:
+                step, end = self.flight.pop(0)
+                asked, self.now = self.now, max(self.now, end)
+                ids = [[7] if i >= lost * (step.times - 1) else [] for i in range(step.times)] * 2
+                self.limit.round_done(step, ModelRunnerOutput(ids, [0] * len(ids)), asked, self.now)
+        return busy / (self.now - start)
 
 
-def test_a_slow_device_is_not_kept_from_being_told_of_new_rows() -> None:
+def test_a_slow_device_gets_one_step_at_a_time() -> None:
     machine = Machine()
     assert machine.run(200, device=5e-3, once=1e-3, each=5e-4) > 0.97
     assert machine.limit.limit == 1
 
 
-def test_a_device_that_waits_for_the_host_gets_more_at_once_and_no_more_than_it_takes() -> None:
+@pytest.mark.parametrize(("period", "busy"), [(0, 0.97), (5, 0.94)])
+def test_a_device_that_waits_for_the_host_gets_more_at_once_and_no_more_than_it_takes(period: int, busy: float) -> None:
     machine = Machine()
-    assert machine.run(40, device=1e-3, once=1.5e-3, each=3e-4) < 0.97  # it is found
-    assert machine.run(200, device=1e-3, once=1.5e-3, each=3e-4) > 0.97
-    assert machine.limit.limit in (3, 4)
+    assert machine.run(12, device=1e-3, once=1.5e-3, each=3e-4) < 0.9  # it is found
+    machine.run(100, device=1e-3, once=1.5e-3, each=3e-4, period=period)
+    assert machine.run(200, device=1e-3, once=1.5e-3, each=3e-4, period=period) > busy
     settled = machine.limit.limit
-    machine.run(200, device=1e-3, once=1.5e-3, each=3e-4)
+    assert 2 <= settled <= 4
+    machine.run(200, device=1e-3, once=1.5e-3, each=3e-4, period=period)
     assert machine.limit.limit == settled
     assert machine.run(200, device=1e-3, once=1e-4, each=1e-4) > 0.97  # fewer rows
     assert machine.limit.limit == 1
@@ -205,14 +234,46 @@ def test_a_device_that_waits_for_the_host_gets_more_at_once_and_no_more_than_it_
 
 def test_a_host_that_is_always_slower_has_a_limit() -> None:
     machine = Machine()
-    machine.run(200, device=1e-4, once=1e-3, each=3e-4)
+    machine.run(200, device=1e-4, once=1e-3, each=1e-5)
     assert machine.limit.limit == 8
 
 
-def test_a_capture_among_the_rounds_and_a_device_that_ran_dry_say_nothing() -> None:
+def test_repetitions_that_bring_nothing_are_given_up() -> None:
+    """The host's time goes with the repetitions; or rows end in between, and most repetitions find none."""
+    for once, each, lost in ((1e-5, 2e-3, 0.0), (1.5e-3, 3e-4, 0.99)):
+        machine = Machine()
+        limits = []
+        for _ in range(400):
+            machine.run(1, device=1e-3, once=once, each=each, lost=lost)
+            limits.append(machine.limit.limit)
+        assert max(limits) == 2
+        assert limits.count(1) > 300
+
+
+def test_rounds_that_are_held_or_behind_a_device_run_dry_say_nothing() -> None:
     machine = Machine()
-    for _ in range(10):
+    machine.limit.is_held = True
+    machine.run(100, device=1e-3, once=1.5e-3, each=3e-4)
+    assert machine.limit.limit == 1
+    machine.limit.is_held = False
+    for _ in range(100):
+        machine.limit.restart()
+        machine.run(1, device=1e-3, once=1.5e-3, each=3e-4)
+    assert machine.limit.limit == 1
+
+
+def test_few_captures_among_the_rounds_say_nothing() -> None:
+    machine = Machine()
+    for _ in range(30):
         machine.run(6, device=5e-3, once=1e-3, each=5e-4)
         machine.run(1, device=5e-3, once=0.5, each=0.0)
-        machine.limit.restart()
     assert machine.limit.limit == 1
+
+
+def test_not_where_answers_would_depend_on_it_nor_without_a_device_of_its_own(tmp_path: Path) -> None:
+    harness = Harness(write_checkpoint(tmp_path), k=1, async_scheduling=True)
+    worker, plan = replace(harness.config, device=torch.device("cuda")), harness.scheduler.config
+    assert may_repeat(worker, plan)
+    assert not may_repeat(replace(worker, by_ratio=True), plan)
+    assert not may_repeat(harness.config, plan)
+    assert not may_repeat(worker, replace(plan, async_scheduling=False))

@@ -17,7 +17,7 @@ from specgen.engine.kv_blocks import KVBlockManager
 from specgen.engine.repetition import RepeatLimit
 from specgen.engine.request import EngineOutput, EngineRequest, StopCheck, TokenLogprob
 from specgen.engine.scheduler import Scheduler, SchedulerConfig
-from specgen.engine.step import SchedulerOutput
+from specgen.engine.step import ModelRunnerOutput, SchedulerOutput
 from specgen.models.cheap_drafts import AS_LOADED, CheapDrafts
 from specgen.models.config import read_config
 from specgen.sampling_params import SamplingParams
@@ -101,7 +101,7 @@ class Repeating(RepeatLimit):
         self._most, self._rng = most, rng
         self.limit = most
 
-    def round_done(self, waited: float) -> None:
+    def round_done(self, step: SchedulerOutput, output: ModelRunnerOutput, asked: float, now: float) -> None:
         self.limit = self._rng.randint(1, self._most)
 
 
