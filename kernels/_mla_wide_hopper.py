@@ -109,46 +109,46 @@ def _start_ring(cache, table_ptr, num_steps, column, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _soften(
-    step_scores, steps, scale_log2, weights, decays, maxima, row_max, told, free, passed, first: gl.constexpr,
-):  # fmt: skip
-    """Work out the weights of every other step, and the factor of what came before, for `_multiply`.
-
-    The two groups pass the running maximum to each other as soon as they know it. `first`: 0 or 1.
-    """
+def _soften(step_scores, steps, scale_log2, weights, decays, row_max, told, free, DTYPE: gl.constexpr):
+    """Work out a step's weights and the factor of what came before, one step after the other, for `_multiply`."""
     SLOTS: gl.constexpr = weights.shape[0]
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [8, 1], [1, 0])
     ROWS: gl.constexpr = weights.shape[1]
     STEP_KEYS: gl.constexpr = weights.shape[2]
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [8, 1], [1, 0])
-    score_row: gl.constexpr = gl.SliceLayout(1, layout)
-    row = gl.arange(0, ROWS, score_row)[:, None]
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
     scores_ptr = step_scores + row * STEP_KEYS + gl.arange(0, STEP_KEYS, gl.SliceLayout(0, layout))[None, :]
     last = steps - 1
-    next_scores = gl.load(scores_ptr + gl.minimum(first, last) * (ROWS * STEP_KEYS))
-    highest = gl.full([ROWS], NO_MAX, gl.float32, score_row)
-    for step in range(first, steps, 2):
-        scores = next_scores
-        next_scores = gl.load(scores_ptr + gl.minimum(step + 2, last) * (ROWS * STEP_KEYS))
-        own_max = gl.max(scores, axis=1)
-        hopper.mbarrier.wait(passed.index(1 - first), (step // 2 + 1 - first) % 2)  # before step 0 nothing is
-        before = maxima.index(1 - first).load(score_row)
-        highest = gl.maximum(before, own_max)
-        maxima.index(first).store(highest)
-        thread_barrier()
-        hopper.mbarrier.arrive(passed.index(first))
-        decay = gl.exp2((before - highest) * scale_log2)
-        step_weights = gl.exp2((scores - highest[:, None]) * scale_log2).to(weights.dtype)
-        slot = step % SLOTS
-        hopper.mbarrier.wait(free.index(slot), (step // SLOTS + 1) % 2)  # what was never used is free
-        weights.index(slot).store(step_weights)
-        decays.index(slot).store(decay)
-        hopper.fence_async_shared()
-        thread_barrier()
-        hopper.mbarrier.arrive(told.index(slot))
-    if last % 2 == first:
-        row_max.store(highest)
-        thread_barrier()
-        hopper.mbarrier.arrive(told.index(SLOTS))
+    # Two steps a turn, so that scores come to registers of their own while the others are looked at.
+    even = gl.load(scores_ptr)
+    odd = gl.load(scores_ptr + gl.minimum(1, last) * (ROWS * STEP_KEYS))
+    highest = gl.full([ROWS], NO_MAX, gl.float32, gl.SliceLayout(1, layout))
+    for step in range(0, steps, 2):
+        scores = even
+        even = gl.load(scores_ptr + gl.minimum(step + 2, last) * (ROWS * STEP_KEYS))
+        highest = _soften_step(scores, highest, scale_log2, weights, decays, told, free, step % SLOTS, step // SLOTS)
+        if step + 1 < steps:
+            scores = odd
+            odd = gl.load(scores_ptr + gl.minimum(step + 3, last) * (ROWS * STEP_KEYS))
+            highest = _soften_step(
+                scores, highest, scale_log2, weights, decays, told, free, (step + 1) % SLOTS, (step + 1) // SLOTS
+            )
+    row_max.store(highest)
+    thread_barrier()
+    hopper.mbarrier.arrive(told.index(SLOTS))
+
+
+@gluon.jit
+def _soften_step(scores, highest, scale_log2, weights, decays, told, free, slot, turn):
+    new_max = gl.maximum(highest, gl.max(scores, axis=1))
+    decay = gl.exp2((highest - new_max) * scale_log2)
+    step_weights = gl.exp2((scores - new_max[:, None]) * scale_log2).to(weights.dtype)
+    hopper.mbarrier.wait(free.index(slot), (turn + 1) % 2)  # what was never used is free
+    weights.index(slot).store(step_weights)
+    decays.index(slot).store(decay)
+    hopper.fence_async_shared()
+    thread_barrier()
+    hopper.mbarrier.arrive(told.index(slot))
+    return new_max
 
 
 @gluon.jit
@@ -219,7 +219,7 @@ def mla_values_hopper_kernel(
 ):  # fmt: skip
     """As `mla_values_kernel`. cache: descriptor of the cache in blocks of STEP_KEYS rows and a slice of columns.
 
-    Launched with 4 warps, which multiply; two groups of 8 are started for the weights.
+    Launched with 4 warps, which multiply; 8 more are started for the weights.
     """
     SLOTS: gl.constexpr = 4
     ROWS: gl.constexpr = HEADS * QUERIES
@@ -244,17 +244,12 @@ def mla_values_hopper_kernel(
     ones = gl.allocate_shared_memory(
         DTYPE, [SUM_COLUMNS, STEP_KEYS], shared_layout, gl.full([SUM_COLUMNS, STEP_KEYS], 1.0, DTYPE, copy_layout)
     )
-    maxima = gl.allocate_shared_memory(gl.float32, [2, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    maxima.index(1).store(gl.full([ROWS], NO_MAX, gl.float32, gl.SliceLayout(1, copy_layout)))
-    passed = gl.allocate_shared_memory(gl.int64, [2, 1], hopper.mbarrier.MBarrierLayout())
     told = gl.allocate_shared_memory(gl.int64, [SLOTS + 1, 1], hopper.mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
         hopper.mbarrier.init(free.index(i), count=1)
     for i in gl.static_range(SLOTS + 1):
         hopper.mbarrier.init(told.index(i), count=1)
-    for i in gl.static_range(2):
-        hopper.mbarrier.init(passed.index(i), count=1)
     hopper.fence_async_shared()
     wait_for_inputs(PDL)  # what the scores' kernel read had been written before it went on
     if steps > 0:
@@ -270,15 +265,8 @@ def mla_values_hopper_kernel(
                         RANK, BY_SPLIT, KEY_START,
                     ),
                 ),
-                (
-                    _soften,
-                    (step_scores, steps, scale_log2, weights, decays, maxima, row_max, told, free, passed, 0),
-                ),
-                (
-                    _soften,
-                    (step_scores, steps, scale_log2, weights, decays, maxima, row_max, told, free, passed, 1),
-                ),
+                (_soften, (step_scores, steps, scale_log2, weights, decays, row_max, told, free, DTYPE)),
             ],
-            [8, 8],
-            [80, 80],
+            [8],
+            [112],
         )  # fmt: skip

@@ -34,7 +34,7 @@ _STEP_KEYS = 64
 _SPLIT_KEYS = 1024
 # Up to so many tiles, of so many steps in all, keys and values are spread over the machine: faster, with the same bits.
 _WIDE_TILES, _WIDE_STEPS = 64, 1024
-_WIDE_HOPPER_STEPS = 192  # the forms for Hopper meet at about 200 steps, whether of one tile or of many
+_WIDE_HOPPER_STEPS = 384  # the forms for Hopper meet at about 400 steps, whether of one tile or of many
 _FEW_TILES = 8
 # Columns of the values a program takes, inner columns of a score's step and stages: for few tiles, and for more.
 _WIDE_FEW = (32, 128, 4)

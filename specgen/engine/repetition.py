@@ -16,12 +16,13 @@ from specgen.engine.request import Request
 from specgen.engine.step import ModelRunnerOutput, ScheduledRow, SchedulerOutput
 
 _MOST = 8  # repetitions: rows that ended wait for twice as many at worst
-_JUDGED = 8  # rounds of the host's work that are looked at together
-_HOST_BOUND = 0.05  # share of a round that the host waits, below which it may be the device that waits
-_DEVICE_BOUND = 0.35  # above which fewer repetitions would do
-_AIM = 0.2
-_GAIN = 1.03  # what twice the repetitions must bring
-_REST = 16  # judgements after they did not
+_JUDGED = 16  # rounds of the host's work that are looked at together
+_LATE = 0.02  # share of a round that the host waits, below which the device may have waited for it
+_FEW_LATE = 1  # late rounds that are let pass
+_DEVICE_BOUND = 0.5  # share from which on, if no round is late, fewer repetitions do, down to where it is _AIM
+_AIM = 0.3
+_GAIN = 1.01  # what twice the repetitions must bring
+_REST = 8  # judgements after they did not
 
 
 def repeat_step(out: SchedulerOutput, requests: Sequence[Request], kv: KVBlockManager, limit: int) -> bool:
@@ -77,8 +78,8 @@ class RepeatLimit:
 
     Follows the clock. Under exact verification what it chooses changes the speed and never a token.
 
-    It is raised where the host waits for nothing, and stays so if that gives more tokens a second: rows that end in
-    between stay without work until the host knows.
+    It is raised where the host comes late, if only now and then, and stays so if that gives more tokens a second: rows
+    that end in between stay without work until the host knows.
     """
 
     def __init__(self) -> None:
@@ -105,16 +106,17 @@ class RepeatLimit:
         if step.num_decode_rows and step.times == self.limit:
             self._waited.append((now - asked) / (now - before))
         if len(self._waited) == _JUDGED:
-            self._judge(median(self._waited), self._tokens / self._seconds)
+            self._judge(self._tokens / self._seconds)
 
-    def _judge(self, waited: float, rate: float) -> None:
+    def _judge(self, rate: float) -> None:
+        waited, num_late = median(self._waited), sum(share < _LATE for share in self._waited)
         rate_at_half, self._rate_at_half = self._rate_at_half, None
         self._rest = max(0, self._rest - 1)
         if rate_at_half is not None and rate < _GAIN * rate_at_half:
             self.limit, self._rest = self.limit // 2, _REST
-        elif waited < _HOST_BOUND and self.limit < _MOST and not self._rest:
-            self.limit, self._rate_at_half = 2 * self.limit, rate
-        elif waited > _DEVICE_BOUND:
+        elif num_late > _FEW_LATE and self.limit < _MOST and not self._rest:
+            self.limit, self._rate_at_half = min(_MOST, 2 * self.limit), rate
+        elif not num_late and waited > _DEVICE_BOUND:
             self.limit = max(1, math.ceil(self.limit * (1 - waited) / (1 - _AIM)))
         self._waited.clear()
         self._tokens, self._seconds = 0, 0.0

@@ -1,5 +1,6 @@
 """When a decode step runs several times, and how often."""
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -189,18 +190,29 @@ class Machine:
         self.now = self.device_end = 0.0
         self.limit = RepeatLimit()
         self.flight: list[tuple[SchedulerOutput, float]] = []
+        self.chance = random.Random(1)
 
     def run(
-        self, num_rounds: int, device: float, once: float, each: float, period: int = 0, lost: float = 0.0
+        self,
+        num_rounds: int,
+        device: float,
+        once: float,
+        each: float,
+        period: int = 0,
+        lost: float = 0.0,
+        jitter: float = 0.0,
     ) -> float:
-        """Run rounds of two rows; the share of the time that the device works. lost: tokens a repetition never has."""
+        """Run rounds of two rows; the share of the time that the device works. lost: tokens a repetition never has.
+
+        jitter: part of the host's time that comes by chance, now little and now much.
+        """
         start, busy = self.now, 0.0
         for number in range(num_rounds):
             is_prompt = period > 0 and number % period == 0
             times = 1 if is_prompt else self.limit.limit
             work = 10 * device if is_prompt else device * times
             rows = [ScheduledRow(i, i, 9 if is_prompt else 1, 0, True, [], 0, 0, 9) for i in range(2)]
-            self.now += once + each * times
+            self.now += (once + each * times) * (1 + jitter * (self.chance.expovariate(1) - 1))
             self.device_end = max(self.now, self.device_end) + work
             busy += work
             self.flight.append((SchedulerOutput(rows=rows, times=times), self.device_end))
@@ -230,6 +242,15 @@ def test_a_device_that_waits_for_the_host_gets_more_at_once_and_no_more_than_it_
     assert machine.limit.limit == settled
     assert machine.run(200, device=1e-3, once=1e-4, each=1e-4) > 0.97  # fewer rows
     assert machine.limit.limit == 1
+
+
+@pytest.mark.parametrize(("once", "each"), [(1.2e-3, 6e-4), (8e-4, 5e-4), (1.6e-3, 3e-4)])
+def test_a_host_that_comes_late_now_and_then_gets_time_for_it(once: float, each: float) -> None:
+    machine, plain = Machine(), Machine()
+    plain.limit.is_held = True
+    machine.run(300, device=1.5e-3, once=once, each=each, jitter=0.3)
+    assert machine.run(500, device=1.5e-3, once=once, each=each, jitter=0.3) > 0.985
+    assert plain.run(500, device=1.5e-3, once=once, each=each, jitter=0.3) < 0.96
 
 
 def test_a_host_that_is_always_slower_has_a_limit() -> None:
@@ -265,7 +286,7 @@ def test_rounds_that_are_held_or_behind_a_device_run_dry_say_nothing() -> None:
 def test_few_captures_among_the_rounds_say_nothing() -> None:
     machine = Machine()
     for _ in range(30):
-        machine.run(6, device=5e-3, once=1e-3, each=5e-4)
+        machine.run(20, device=5e-3, once=1e-3, each=5e-4)
         machine.run(1, device=5e-3, once=0.5, each=0.0)
     assert machine.limit.limit == 1
 
