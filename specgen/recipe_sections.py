@@ -165,11 +165,11 @@ class EngineSection:
     twice that if the KV of all rows leaves memory for it. max_model_len: prompt and answer together, None is the
     model's own limit. block_size: tokens of a KV block, None is 64 on a GPU and 16 elsewhere. num_blocks: None measures
     what fits into memory_fraction of the memory. async_scheduling: schedule a step while the last one runs, and decode
-    steps several at once (up to 8) where the device would wait for the host; None is on with a GPU, where host and
-    device overlap. cuda_graphs: decode steps as one launch each, on a GPU. group_prefixes: rows that begin alike run
-    one after the other, so that more of their prompts is found in the prefix cache. watchdog_seconds: without a step
-    for so long, the run ends. exactness: `fast` lets a GPU's libraries choose their products by the number of rows, so
-    that a row's tokens may depend on the rows beside it and on its drafts.
+    steps several at once (up to 8) where the device would wait for the host (not with adaptive drafts, nor by ratio);
+    None is on with a GPU, where host and device overlap. cuda_graphs: decode steps as one launch each, on a GPU.
+    group_prefixes: rows that begin alike run one after the other, so that more of their prompts is found in the prefix
+    cache. watchdog_seconds: without a step for so long, the run ends. exactness: `fast` lets a GPU's libraries choose
+    their products by the number of rows, so that a row's tokens may depend on the rows beside it and on its drafts.
     """
 
     max_num_seqs: int = _key(64, _count("rows at once"))
