@@ -85,12 +85,18 @@ def weigh(scores, row_max, row_sum, acc, scale_log2, DTYPE: gl.constexpr):
     """Return (weights of DTYPE as a product's left side, row_max, row_sum and acc ready for the weights' products)."""
     acc_layout: gl.constexpr = acc.type.layout
     sum_layout: gl.constexpr = row_sum.type.layout
-    new_max = gl.maximum(row_max, gl.max(scores, axis=1))
-    decay = gl.exp2((row_max - new_max) * scale_log2)
-    weights = gl.exp2((scores - new_max[:, None]) * scale_log2).to(DTYPE)
+    weights, decay, new_max = weigh_step(scores, row_max, scale_log2, DTYPE)
     row_sum = row_sum * _rows_of(decay, sum_layout)[:, None]
     acc = acc * _rows_of(decay, acc_layout)[:, None]
     return gl.convert_layout(weights, gl.DotOperandLayout(0, acc_layout, 2)), new_max, row_sum, acc
+
+
+@gluon.jit
+def weigh_step(scores, row_max, scale_log2, DTYPE: gl.constexpr):
+    """Return (a step's weights of DTYPE, the factor of what came before, the rows' maximum after it)."""
+    new_max = gl.maximum(row_max, gl.max(scores, axis=1))
+    decay = gl.exp2((row_max - new_max) * scale_log2)
+    return gl.exp2((scores - new_max[:, None]) * scale_log2).to(DTYPE), decay, new_max
 
 
 @gluon.jit

@@ -1,7 +1,7 @@
 """Latent attention's wide form on Hopper: the steps of `_mla_wide`, to the bit, by Gluon.
 
-The second kernel's values are on their way before the first has ended: the cache is older than that one. A step's
-scores come to the registers that the product takes weights from, so a step is a short chain.
+The second kernel's values are on their way before the first has ended: the cache is older than that one. Warps of their
+own work out the weights of the steps ahead while the others multiply, which wait for nothing else then.
 """
 
 # mypy: ignore-errors
@@ -13,6 +13,7 @@ from specgen.kernels._hopper_attention import (
     find_latent_tile,
     hide_unseen,
     split_sum,
+    weigh_step,
 )
 from specgen.kernels._mla_common import NO_MAX, split_range
 from specgen.kernels._tiles import tile_place
@@ -109,7 +110,7 @@ def _start_ring(cache, table_ptr, num_steps, column, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _soften(step_scores, steps, scale_log2, weights, decays, row_max, told, free, DTYPE: gl.constexpr):
+def _weigh_steps(step_scores, steps, scale_log2, weights, decays, row_max, told, free):
     """Work out a step's weights and the factor of what came before, one step after the other, for `_multiply`."""
     SLOTS: gl.constexpr = weights.shape[0]
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [8, 1], [1, 0])
@@ -117,7 +118,7 @@ def _soften(step_scores, steps, scale_log2, weights, decays, row_max, told, free
     STEP_KEYS: gl.constexpr = weights.shape[2]
     row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
     scores_ptr = step_scores + row * STEP_KEYS + gl.arange(0, STEP_KEYS, gl.SliceLayout(0, layout))[None, :]
-    last = steps - 1
+    last = gl.maximum(steps - 1, 0)  # a padded request's rows see no step
     # Two steps a turn, so that scores come to registers of their own while the others are looked at.
     even = gl.load(scores_ptr)
     odd = gl.load(scores_ptr + gl.minimum(1, last) * (ROWS * STEP_KEYS))
@@ -125,11 +126,11 @@ def _soften(step_scores, steps, scale_log2, weights, decays, row_max, told, free
     for step in range(0, steps, 2):
         scores = even
         even = gl.load(scores_ptr + gl.minimum(step + 2, last) * (ROWS * STEP_KEYS))
-        highest = _soften_step(scores, highest, scale_log2, weights, decays, told, free, step % SLOTS, step // SLOTS)
+        highest = _hand_over(scores, highest, scale_log2, weights, decays, told, free, step % SLOTS, step // SLOTS)
         if step + 1 < steps:
             scores = odd
             odd = gl.load(scores_ptr + gl.minimum(step + 3, last) * (ROWS * STEP_KEYS))
-            highest = _soften_step(
+            highest = _hand_over(
                 scores, highest, scale_log2, weights, decays, told, free, (step + 1) % SLOTS, (step + 1) // SLOTS
             )
     row_max.store(highest)
@@ -138,17 +139,16 @@ def _soften(step_scores, steps, scale_log2, weights, decays, row_max, told, free
 
 
 @gluon.jit
-def _soften_step(scores, highest, scale_log2, weights, decays, told, free, slot, turn):
-    new_max = gl.maximum(highest, gl.max(scores, axis=1))
-    decay = gl.exp2((highest - new_max) * scale_log2)
-    step_weights = gl.exp2((scores - new_max[:, None]) * scale_log2).to(weights.dtype)
+def _hand_over(scores, highest, scale_log2, weights, decays, told, free, slot, turn):
+    """Put a step's weights and the factor of what came before into a slot; return the rows' maximum after it."""
+    step_weights, decay, highest = weigh_step(scores, highest, scale_log2, weights.dtype)
     hopper.mbarrier.wait(free.index(slot), (turn + 1) % 2)  # what was never used is free
     weights.index(slot).store(step_weights)
     decays.index(slot).store(decay)
     hopper.fence_async_shared()
     thread_barrier()
     hopper.mbarrier.arrive(told.index(slot))
-    return new_max
+    return highest
 
 
 @gluon.jit
@@ -157,7 +157,7 @@ def _multiply(
     buffers, ready, ones, weights, decays, row_max, told, free, HEADS: gl.constexpr, RANK: gl.constexpr,
     BY_SPLIT: gl.constexpr, KEY_START: gl.constexpr,
 ):  # fmt: skip
-    """Take in the steps' values by the weights that `_soften` hands over; store the result, or the split's part."""
+    """Take in the steps' values by the weights that the other warps hand over; store the result or the split's part."""
     SLOTS: gl.constexpr = weights.shape[0]
     STAGES: gl.constexpr = buffers.shape[0]
     ROWS: gl.constexpr = weights.shape[1]
@@ -252,7 +252,7 @@ def mla_values_hopper_kernel(
         hopper.mbarrier.init(told.index(i), count=1)
     hopper.fence_async_shared()
     wait_for_inputs(PDL)  # what the scores' kernel read had been written before it went on
-    if steps > 0:
+    if works:
         full = gl.minimum(position + 1, end)
         step_scores = scores_ptr + (tile_place() * num_steps + low // STEP_KEYS) * ROWS * STEP_KEYS
         gl.warp_specialize(
@@ -265,7 +265,7 @@ def mla_values_hopper_kernel(
                         RANK, BY_SPLIT, KEY_START,
                     ),
                 ),
-                (_soften, (step_scores, steps, scale_log2, weights, decays, row_max, told, free, DTYPE)),
+                (_weigh_steps, (step_scores, steps, scale_log2, weights, decays, row_max, told, free)),
             ],
             [8],
             [112],

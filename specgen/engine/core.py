@@ -7,9 +7,9 @@
        │  ├─ Scheduler.schedule              who runs, how many tokens, slots with lookahead
        │  ├─ Executor.execute_model          target forward; the worker keeps the hidden states
        │  ├─ Executor.sample_tokens          sample, verify, update, propose the next drafts
+       │  ├─ RepeatLimit.round_done          how often the next decode steps run, where that may change
        │  ├─ Scheduler.update_from_output    append, stop checks, publish full blocks
-       │  ├─ DraftLength.step_done           how many drafts the next steps make, where that may change
-       │  └─ RepeatLimit.round_done          how often the next decode steps run, likewise
+       │  └─ DraftLength.step_done           how many drafts the next steps make, likewise
        └─ post_step                          drafts back to the scheduler (synchronous mode only)
 
 With asynchronous scheduling a second step is scheduled from optimistic counts while the first one runs.

@@ -21,7 +21,7 @@ _LATE = 0.02  # share of a round that the host waits, below which the device may
 _FEW_LATE = 1  # late rounds that are let pass
 _DEVICE_BOUND = 0.5  # share from which on, if no round is late, fewer repetitions do, down to where it is _AIM
 _AIM = 0.3
-_GAIN = 1.01  # what twice the repetitions must bring
+_GAIN = 1.01  # what more repetitions must bring
 _REST = 8  # judgements after they did not
 
 
@@ -89,7 +89,7 @@ class RepeatLimit:
         self._before: float | None = None
         self._waited: list[float] = []  # shares of rounds, since the limit was last judged
         self._tokens, self._seconds = 0, 0.0  # of all rounds since then
-        self._rate_at_half: float | None = None  # tokens a second before the limit was raised to what is tried now
+        self._before_trial: tuple[int, float] | None = None  # the limit and tokens a second before it was last raised
         self._rest = 0  # judgements to come before it may be raised again
 
     def restart(self) -> None:
@@ -110,12 +110,13 @@ class RepeatLimit:
 
     def _judge(self, rate: float) -> None:
         waited, num_late = median(self._waited), sum(share < _LATE for share in self._waited)
-        rate_at_half, self._rate_at_half = self._rate_at_half, None
+        before, self._before_trial = self._before_trial, None
         self._rest = max(0, self._rest - 1)
-        if rate_at_half is not None and rate < _GAIN * rate_at_half:
-            self.limit, self._rest = self.limit // 2, _REST
+        if before is not None and rate < _GAIN * before[1]:
+            self.limit, self._rest = before[0], _REST
         elif num_late > _FEW_LATE and self.limit < _MOST and not self._rest:
-            self.limit, self._rate_at_half = min(_MOST, 2 * self.limit), rate
+            self._before_trial = self.limit, rate
+            self.limit = min(_MOST, 2 * self.limit)
         elif not num_late and waited > _DEVICE_BOUND:
             self.limit = max(1, math.ceil(self.limit * (1 - waited) / (1 - _AIM)))
         self._waited.clear()

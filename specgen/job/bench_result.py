@@ -123,10 +123,6 @@ class Side:
             times.steps * model.decode(rows, context, self.num_tokens).seconds(ceilings)
             for rows, times in last.decode.items()
         )
-        # what ran for rows that had ended is no work that had to be done; a row's first token comes of its prompt
-        num_ran = sum(rows * times.steps for rows, times in last.decode.items())
-        num_needed = last.spec.steps - (shape.rows if with_prompts else 0)
-        decode *= min(1.0, num_needed / num_ran) if num_ran else 1.0
         return (prefill + decode) / statistics.median(r.seconds for r in self.rounds)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import Harness
+from harness import Harness, Row
 from tiny import write_checkpoint
 
 from specgen.engine.client import may_repeat
@@ -178,6 +178,84 @@ def test_a_row_is_admitted_behind_steps_that_run_several_times() -> None:
     add(s, 2)
     add(s, 3)
     assert [len(s.schedule().new_rows) for _ in range(2)] == [2, 0]
+
+
+class Watching(RepeatLimit):
+    """Notes what it is told, and has a limit of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[SchedulerOutput, ModelRunnerOutput, float, float]] = []
+        self.num_restarts: list[int] = []  # by the rounds before it
+
+    def restart(self) -> None:
+        self.num_restarts.append(len(self.told))
+
+    def round_done(self, step: SchedulerOutput, output: ModelRunnerOutput, asked: float, now: float) -> None:
+        self.told.append((step, output, asked, now))
+        self.limit = 1 + len(self.told) % 3
+
+
+def test_the_loop_tells_of_every_round_and_keeps_to_the_limit(tmp_path: Path) -> None:
+    watching = Watching()
+    harness = Harness(write_checkpoint(tmp_path), k=1, max_num_seqs=4, async_scheduling=True, repeat_limit=watching)
+    rows = [Row([2, 3, 4 + i], SamplingParams(max_tokens=20), seed=i) for i in range(6)]
+    for _ in range(2):
+        harness.run(rows)
+    assert watching.num_restarts[0] == 0 and len(watching.num_restarts) == 2, "once for each time it was idle"
+    assert sum(step.times for step, *_ in watching.told) == harness.core.num_steps
+    assert {step.times for step, *_ in watching.told} == {1, 2, 3}
+    for step, output, asked, now in watching.told:
+        assert len(output.sampled_token_ids) == len(step.rows) * step.times
+        assert asked <= now
+    assert harness.scheduler.repeat_limit == watching.limit
+
+
+def feed(limit: RepeatLimit, waited: list[float], num_tokens: int = 100) -> None:
+    """Rounds of a second each, in which the host waits for such parts and so many tokens come."""
+    for share in waited:
+        rows = [ScheduledRow(0, 0, 1, 0, True, [], 0, 0, 9)]
+        now = (limit._before or 0.0) + 1.0
+        output = ModelRunnerOutput([[7] * num_tokens] * limit.limit, [0] * limit.limit)
+        limit.round_done(SchedulerOutput(rows=rows, times=limit.limit), output, now - share, now)
+
+
+def begun() -> RepeatLimit:
+    """One whose next round is the first that counts."""
+    limit = RepeatLimit()
+    feed(limit, [0.5])
+    return limit
+
+
+@pytest.mark.parametrize(("num_late", "raised"), [(0, False), (1, False), (2, True), (16, True)])
+def test_it_is_raised_for_two_late_rounds_of_sixteen(num_late: int, raised: bool) -> None:
+    limit = begun()
+    feed(limit, [0.01] * num_late + [0.2] * (16 - num_late))
+    assert limit.limit == (2 if raised else 1)
+
+
+@pytest.mark.parametrize(("gain", "kept"), [(0.99, False), (1.005, False), (1.02, True)])
+def test_what_was_raised_stays_so_for_a_hundredth_more_tokens(gain: float, kept: bool) -> None:
+    limit = begun()
+    feed(limit, [0.0] * 16, num_tokens=1000)
+    assert limit.limit == 2
+    feed(limit, [0.2] * 16, num_tokens=round(1000 * gain / 2))
+    assert limit.limit == (2 if kept else 1)
+    feed(limit, [0.0] * 16 * 7)
+    assert (limit.limit > 1) == kept, "it rests after a trial that failed"
+
+
+def test_it_goes_back_to_what_was_before_and_down_to_what_does() -> None:
+    limit = begun()
+    limit.limit = 6
+    feed(limit, [0.0] * 16, num_tokens=1000)
+    assert limit.limit == 8
+    feed(limit, [0.2] * 16, num_tokens=10)
+    assert limit.limit == 6
+    feed(limit, [0.45] * 16)
+    assert limit.limit == 6
+    feed(limit, [0.66] * 16)
+    assert limit.limit == 3
 
 
 class Machine:

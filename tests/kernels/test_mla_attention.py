@@ -174,7 +174,7 @@ def test_law_on_the_gpu_in_bfloat16_also_from_a_graph(
 ) -> None:
     """All forms, chunks, verification and single tokens give a row the same bits, over up to ten steps of keys."""
     model = Model(heads=heads, rank=512, rope=64, block_size=block_size, length=640)
-    parts = [Part(1, 600, 600), Part(0, 633, 4), Part(2, 77, 1)]
+    parts = [Part(1, 600, 600), Part(0, 633, 4), Part(-1, 0, 3), Part(2, 77, 1)]
 
     def in_half(*args: Any) -> torch.Tensor:
         return mla_attention_triton(args[0].bfloat16(), args[1].bfloat16(), *args[2:])
