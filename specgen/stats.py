@@ -25,7 +25,8 @@ class SpecStats:
     """Counts of speculative steps, of a row or summed over rows.
 
     steps: steps that gave the row at least one token (the first, which drafts nothing, included).
-    drafted: drafts that were proposed and verified. accepted: the kept prefix of them, cut where the row ended.
+    drafted: drafts that were proposed and verified, as far as the row had room for them. accepted: the kept prefix of
+    them, cut where the row ended.
     emitted: tokens kept; equals the number of token ids of the row.
     accepted_per_pos, drafted_per_pos: the same counts by draft position, 0 first; drafted_per_pos[i] counts the steps
     that had a draft at position i.

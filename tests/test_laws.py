@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import Harness, Repeating, Result, Row, oracle, reference, run_rows, scripted
@@ -14,6 +15,7 @@ from tiny import write_checkpoint
 
 from specgen.engine.step import SchedulerOutput
 from specgen.sampling_params import SamplingParams, merged
+from specgen.stats import SpecStats
 from specgen.worker.processor_needs import FewCombinations
 
 VOCAB = 64
@@ -194,6 +196,21 @@ def test_steps_that_run_several_times(
     assert_repeats_are_plain(steps, least=num_blocks > 18)
     assert harness.core.num_steps == sum(step.times for step in steps)
     assert harness.scheduler.num_preemptions > 0 or seqs < 16 or num_blocks > 24
+
+
+@pytest.mark.parametrize("k", [1, 3, 5])
+def test_counts_of_drafts_are_the_rows_own(tiny: Path, rows: list[Row], k: int) -> None:
+    """However steps are scheduled: with the drafts known to the host, a step ahead, or several at once."""
+
+    def stats(**options: Any) -> list[SpecStats | None]:
+        harness = Harness(tiny, k=k, eos=[3], max_num_seqs=7, **options)
+        return [result.stats for result in harness.run(rows)]
+
+    want = stats()
+    assert sum(one.drafted for one in want if one is not None) > 50
+    assert stats(async_scheduling=True) == want
+    for seed in range(3):
+        assert stats(async_scheduling=True, repeat_limit=Repeating(6, random.Random(seed))) == want
 
 
 def test_plain_steps_that_run_several_times(tiny: Path, rows: list[Row], ref: list[Result]) -> None:

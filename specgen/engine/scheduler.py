@@ -320,9 +320,11 @@ class Scheduler:
         if not num_drafts:
             request.stats.observe_plain(len(new))
             return new
+        num_left = request.max_tokens - request.num_output_tokens + len(new)
         for token_ids, accepted in zip(sampled, num_accepted, strict=True):
             if token_ids:
-                request.stats.observe(num_drafts, accepted, len(token_ids))
+                _count(request, min(num_drafts, num_left - 1), accepted, len(token_ids))
+                num_left -= len(token_ids)
         return new
 
     def _keep_one_by_one(
@@ -332,8 +334,9 @@ class Scheduler:
         kept: list[int] = []
         for token_ids, accepted in zip(sampled, num_accepted, strict=True):
             if token_ids and request.finish_reason is None:
+                num_left = request.max_tokens - request.num_output_tokens
                 new = self._append(request, token_ids)
-                request.stats.observe(num_drafts, min(accepted, len(new)), len(new))
+                _count(request, min(num_drafts, num_left - 1), min(accepted, len(new)), len(new))
                 kept += new
         return kept
 
@@ -426,3 +429,8 @@ class Scheduler:
         for request in self.running:
             num_slots = self.kv.num_slots(request)
             assert min(request.num_computed_tokens, self.config.max_model_len) <= num_slots, "tokens without slots"
+
+
+def _count(request: Request, num_drafts: int, num_accepted: int, num_kept: int) -> None:
+    """Counts a step by the drafts that there was room for; with more fed to it, a row's counts are the same."""
+    request.stats.observe(num_drafts, min(num_accepted, num_drafts), num_kept)
