@@ -13,13 +13,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
+from specgen.engine.gains import take_tokens
 from specgen.engine.kv_blocks import KVBlockManager
 from specgen.engine.repetition import repeat_step
 from specgen.engine.request import (
-    EOS_NAME,
-    NAN_TOKEN,
     EngineOutput,
     EngineRequest,
     Request,
@@ -291,7 +289,7 @@ class Scheduler:
                 num_promised = 1 + row.num_draft_tokens + row.num_repeated
                 request.num_computed_tokens -= num_promised - sum(map(len, sampled))
                 request.num_output_placeholders -= num_promised
-        kept = self._keep(request, row.num_draft_tokens, sampled, num_accepted)
+        kept = take_tokens(request, row.num_draft_tokens, sampled, num_accepted)
         if request.finish_reason == "error":
             message = f"the model's logits are not numbers (NaN) at output token {request.num_output_tokens}"
             return self._fail(request, message)._replace(new_token_ids=kept, error_code="nan_logits")
@@ -304,63 +302,6 @@ class Scheduler:
         if request.params.logprobs is None:
             return self._output(request, kept)
         return self._output(request, kept)._replace(logprobs=list(logprobs[: len(kept)]))
-
-    def _keep(self, request: Request, num_drafts: int, sampled: list[list[int]], num_accepted: list[int]) -> list[int]:
-        """Appends what each time sampled, up to the row's end; the tokens appended."""
-        new = sampled[0] if len(sampled) == 1 else list(chain.from_iterable(sampled))
-        if request.stop_check is not None or NAN_TOKEN in new:
-            return self._keep_one_by_one(request, num_drafts, sampled, num_accepted)
-        if not new:
-            return new
-        # the device went on up to an end and no further
-        assert request.end_ids.isdisjoint(new[:-1]), "the device went on behind an end"
-        request.token_ids += new
-        self._check_stop(request, new[-1])
-        assert request.num_output_tokens <= request.max_tokens, "the device went on behind a row's last token"
-        if not num_drafts:
-            request.stats.observe_plain(len(new))
-            return new
-        num_left = request.max_tokens - request.num_output_tokens + len(new)
-        for token_ids, accepted in zip(sampled, num_accepted, strict=True):
-            if token_ids:
-                _count(request, min(num_drafts, num_left - 1), accepted, len(token_ids))
-                num_left -= len(token_ids)
-        return new
-
-    def _keep_one_by_one(
-        self, request: Request, num_drafts: int, sampled: list[list[int]], num_accepted: list[int]
-    ) -> list[int]:
-        """The same, looking for the end behind every token: a stop string, or a token that could not be sampled."""
-        kept: list[int] = []
-        for token_ids, accepted in zip(sampled, num_accepted, strict=True):
-            if token_ids and request.finish_reason is None:
-                num_left = request.max_tokens - request.num_output_tokens
-                new = self._append(request, token_ids)
-                _count(request, min(num_drafts, num_left - 1), min(accepted, len(new)), len(new))
-                kept += new
-        return kept
-
-    def _append(self, request: Request, sampled: list[int]) -> list[int]:
-        for i, token in enumerate(sampled):
-            if token == NAN_TOKEN:
-                request.finish_reason = "error"
-                return sampled[:i]
-            request.token_ids.append(token)
-            self._check_stop(request, token)
-            if request.finish_reason is not None:
-                # only strings are the host's alone to find
-                assert i + 1 == len(sampled) or request.stop_at is not None, "the device went on behind an end"
-                return sampled[: i + 1]
-        return sampled
-
-    def _check_stop(self, request: Request, token: int) -> None:
-        if token in request.end_ids:
-            request.finish_reason, request.stop = "stop", EOS_NAME if token in request.eos_ids else token
-        elif request.stop_check is not None and (found := request.stop_check.push(token)) is not None:
-            request.finish_reason = "stop"
-            request.stop, request.stop_at = found
-        elif request.num_output_tokens >= request.max_tokens:
-            request.finish_reason = "length"
 
     def update_draft_token_ids(self, out: SchedulerOutput, drafts: list[list[int]]) -> None:
         """Takes the drafts proposed after step `out` (synchronous mode): a list a row, cut at the first -1."""
@@ -429,8 +370,3 @@ class Scheduler:
         for request in self.running:
             num_slots = self.kv.num_slots(request)
             assert min(request.num_computed_tokens, self.config.max_model_len) <= num_slots, "tokens without slots"
-
-
-def _count(request: Request, num_drafts: int, num_accepted: int, num_kept: int) -> None:
-    """Counts a step by the drafts that there was room for; with more fed to it, a row's counts are the same."""
-    request.stats.observe(num_drafts, min(num_accepted, num_drafts), num_kept)
