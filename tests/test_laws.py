@@ -191,7 +191,7 @@ def test_steps_that_run_several_times(
     options = {"max_num_seqs": seqs, "num_blocks": num_blocks, "async_scheduling": True, "eos": [3]}
     repeating = Repeating(6, random.Random(k))
     harness = Harness(tiny, k=k, drafter=drafters(drafter, rows, ref), repeat_limit=repeating, **options)
-    steps = seen_steps(harness)
+    steps = harness.seen_steps()
     assert_same(harness.run(rows), ref)
     assert_repeats_are_plain(steps, least=num_blocks > 18)
     assert harness.core.num_steps == sum(step.times for step in steps)
@@ -215,17 +215,9 @@ def test_counts_of_drafts_are_the_rows_own(tiny: Path, rows: list[Row], k: int) 
 
 def test_plain_steps_that_run_several_times(tiny: Path, rows: list[Row], ref: list[Result]) -> None:
     harness = Harness(tiny, max_num_seqs=5, async_scheduling=True, eos=[3], repeat_limit=Repeating(6, random.Random(0)))
-    steps = seen_steps(harness)
+    steps = harness.seen_steps()
     assert_same(harness.run(rows), ref)
     assert_repeats_are_plain(steps, least=5)
-
-
-def seen_steps(harness: Harness) -> list[SchedulerOutput]:
-    """The steps that the harness will run."""
-    steps: list[SchedulerOutput] = []
-    execute = harness.worker.execute_model
-    harness.worker.execute_model = lambda step: (steps.append(step), execute(step))[1]  # type: ignore[method-assign]
-    return steps
 
 
 def assert_repeats_are_plain(steps: list[SchedulerOutput], least: int) -> None:

@@ -184,9 +184,7 @@ def test_nothing_is_drafted_that_no_step_can_use(tiny: Path, max_tokens: int, nu
     inner = mtp.compute_logits
     mtp.compute_logits = lambda layer, hidden: (calls.append(layer), inner(layer, hidden))[1]  # type: ignore[method-assign]
     params = replace(FREE, temperature=0.0, max_tokens=max_tokens)
-    steps: list[SchedulerOutput] = []
-    execute = harness.worker.execute_model
-    harness.worker.execute_model = lambda step: (steps.append(step), execute(step))[1]  # type: ignore[method-assign]
+    steps = harness.seen_steps()
     harness.run([Row([5, 6, 7], params, seed=i) for i in range(2)])
     assert steps[0].num_spec_tokens == num_drafts
     assert len(calls) == sum(step.num_spec_tokens for step in steps)

@@ -176,6 +176,13 @@ class Harness:
         )
         self._next_id = 0
 
+    def seen_steps(self) -> list[SchedulerOutput]:
+        """The steps that it runs from now on."""
+        steps: list[SchedulerOutput] = []
+        execute = self.worker.execute_model
+        self.worker.execute_model = lambda step: (steps.append(step), execute(step))[1]  # type: ignore[method-assign]
+        return steps
+
     def run(self, rows: Sequence[Row], abort: Iterable[int] = ()) -> list[Result]:
         """All rows to their end, in one batch; `abort` names rows that are aborted right after being added."""
         first = self._next_id
