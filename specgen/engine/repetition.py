@@ -31,7 +31,7 @@ def repeat_step(out: SchedulerOutput, requests: Sequence[Request], kv: KVBlockMa
     It runs again only as it is: as many drafts a row, no part of a prompt, nothing for the host to look up in between;
     and not oftener than a row is likely to need. `requests`: of its rows, their counts advanced over it once.
     """
-    if limit == 1 or not out.num_decode_rows:
+    if not out.num_decode_rows:
         return False
     times = min(limit, 1 + max(map(_steps_left, requests)))
     if times <= 1 or any(request.params.logprobs is not None for request in requests):

@@ -131,7 +131,7 @@ class Scheduler:
 
     def _repeat(self, out: SchedulerOutput) -> bool:
         if self.repeat_limit == 1:
-            return False
+            return False  # without a look at the rows
         requests = [self.requests[row.request_id] for row in out.rows]
         return repeat_step(out, requests, self.kv, self.repeat_limit)
 
