@@ -23,7 +23,9 @@ Model = Annotated[
 ]
 Config = Annotated[
     Path | None,
-    typer.Option(metavar="CONFIG", help="A config.json; with --random-weights, in place of a model's folder."),
+    typer.Option(  # by name: typer 0.27 would call it what the metavar is
+        "--config", metavar="CONFIG", help="A config.json; with --random-weights, in place of a model's folder."
+    ),
 ]
 RandomWeights = Annotated[
     bool, typer.Option("--random-weights", help="Fill the model of --config with random weights, at a real scale.")
