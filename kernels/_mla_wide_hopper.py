@@ -70,7 +70,7 @@ def mla_scores_hopper_kernel(
     hopper.mbarrier.init(ready.index(0), count=1)
     hopper.fence_async_shared()
     block_row = gl.load(block_tables_ptr + slot * block_tables_stride + step, mask=needed, other=0) * STEP_KEYS
-    wait_for_inputs(PDL)
+    wait_for_inputs(PDL)  # and not earlier: the values' kernel reads keys before it waits
     hopper.mbarrier.expect(ready.index(0), STEP_KEYS * (RANK + ROPE) * 2, pred=needed)
     for first in gl.static_range(0, RANK, SLICE):
         load_block(

@@ -21,6 +21,7 @@ from specgen.kernels._triton import (
     launched,
     num_processors,
     pdl,
+    start_next_and_wait,
     tile_height,
     tl,
     triton,
@@ -153,7 +154,7 @@ def _run_hopper(
 @triton.jit(do_not_specialize=["num_pairs"])
 def _count_kernel(ids_ptr, counts_ptr, num_pairs, CHUNK: tl.constexpr, EXPERTS: tl.constexpr, PDL: tl.constexpr):
     """counts[c, e] = how many pairs of chunk c chose expert e."""
-    wait_for_inputs(PDL)
+    start_next_and_wait(PDL)
     pair = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     ids = tl.load(ids_ptr + pair, mask=pair < num_pairs, other=0)
     counts = tl.histogram(ids, EXPERTS, mask=pair < num_pairs)
@@ -195,7 +196,7 @@ def _sort_kernel(
     CHUNKS: tl.constexpr,
 ):
     """Program (e, c) places the pairs of chunk c that chose expert e; (e, 0) writes the expert's tiles as well."""
-    wait_for_inputs(PDL)
+    start_next_and_wait(PDL)
     expert, chunk, num_chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     each = tl.arange(0, EXPERTS)
     which = tl.arange(0, CHUNKS)

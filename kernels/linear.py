@@ -23,6 +23,7 @@ from specgen.kernels._triton import (
     is_hopper,
     launched,
     pdl,
+    start_next_and_wait,
     tl,
     triton,
     wait_for_inputs,
@@ -235,7 +236,7 @@ def _batched_linear_kernel(
     rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     weight_rows = weight_ptr + (head * num_columns + columns).to(tl.int64)[:, None] * INNER + k[None, :]
     weight = tl.load(weight_rows, mask=(columns < num_columns)[:, None], other=0.0)
-    wait_for_inputs(PDL)
+    start_next_and_wait(PDL)
     x_rows = x_ptr + rows[None, :].to(tl.int64) * x_stride + head * x_head_stride + k[:, None]
     acc = tl.zeros([COLUMNS, ROWS], tl.float32)
     for start in tl.static_range(0, INNER, STEP):

@@ -7,7 +7,7 @@ import torch
 
 from specgen.kernels._checks import check, check_same_device
 from specgen.kernels._kv_cache import check_kv_cache, store_kv, write_rows
-from specgen.kernels._triton import pdl, tl, triton, wait_for_inputs
+from specgen.kernels._triton import pdl, start_next_and_wait, tl, triton
 from specgen.kernels.rms_norm import rms_norm_torch
 from specgen.kernels.rope import apply_rope
 
@@ -155,7 +155,7 @@ def _mla_inputs_kernel(
     column = tl.arange(0, RANK)
     in_rank = column < rank
     weight = tl.load(norm_weight_ptr + column, mask=in_rank, other=0.0).to(tl.float32)
-    wait_for_inputs(PDL)
+    start_next_and_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping_ptr + token)
     position = tl.load(positions_ptr + token)

@@ -3,7 +3,7 @@
 import torch
 
 from specgen.kernels._checks import check, check_same_device
-from specgen.kernels._triton import pdl, tl, triton, wait_for_inputs
+from specgen.kernels._triton import pdl, start_next_and_wait, tl, triton
 
 
 def route(
@@ -142,7 +142,7 @@ def _route_kernel(
     SHARED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
+    start_next_and_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     member = tl.arange(0, SIZE)

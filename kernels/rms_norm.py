@@ -10,7 +10,7 @@ from typing import overload
 import torch
 
 from specgen.kernels._checks import check, check_same_device
-from specgen.kernels._triton import pdl, tl, triton, wait_for_inputs
+from specgen.kernels._triton import pdl, start_next_and_wait, tl, triton
 
 
 @overload
@@ -102,7 +102,7 @@ def _rms_norm_kernel(
     columns = tl.arange(0, BLOCK)
     mask = columns < width
     weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-    wait_for_inputs(PDL)
+    start_next_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0)
     if HAS_RESIDUAL:
@@ -212,7 +212,7 @@ def _combine_norm_kernel(
         place = token * TOP_K + j
         weights += (tl.load(weights_ptr + place),)  # type: ignore[assignment]
         places += (tl.load(places_ptr + place).to(tl.int64) if HAS_PLACES else place,)  # type: ignore[assignment]
-    wait_for_inputs(PDL)
+    start_next_and_wait(PDL)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     parts = ()  # with few elements a thread, the compiler asks for nearly all before it needs the first
     for j in tl.static_range(TOP_K):
