@@ -14,9 +14,8 @@ import torch
 
 from specgen.engine.request import NAN_TOKEN
 from specgen.engine.step import ScheduledRow, SchedulerOutput
-from specgen.kernels.logprobs import Logprobs, gather_logprobs
+from specgen.kernels.logprobs import Logprobs
 from specgen.kernels.post_update import post_update
-from specgen.kernels.ratio import ratio_sample
 from specgen.kernels.rejection import get_num_sampled_and_rejected, rejection_sample
 from specgen.kernels.synthetic_rejection import conditional_rates, synthetic_rejection_sample
 from specgen.models.context import AttentionContext
@@ -30,9 +29,8 @@ from specgen.worker.sampled_step import SampledStep, pack_tokens
 from specgen.worker.sampler import Sampler, SamplingRows
 from specgen.worker.speculator import Drafter
 from specgen.worker.states import RequestStates, to_device
+from specgen.worker.target_sampler import TargetSampler
 from specgen.worker.timing import StepTimer
-
-_MOST_LOGITS = 512  # rows of logits and their copies in memory at once, as a rule
 
 
 class ForwardStep(NamedTuple):
@@ -49,37 +47,6 @@ class LaunchedStep(NamedTuple):
     step: SchedulerOutput
     graph: ReadyGraph
     num_drafts: int
-
-
-class LogitsSeen(NamedTuple):
-    """A step's logits rows: as the target gave them, as the sampler left them (both `[N, V] float32`), and the tokens.
-
-    `sampled [N] int64`. What the sampler left is processed and divided by the temperature, without the noise.
-    """
-
-    logits: torch.Tensor
-    processed: torch.Tensor
-    sampled: torch.Tensor
-
-
-class _Drawn(NamedTuple):
-    """Logits rows' tokens `[N] int64`, whether their logits held a NaN `[N] bool`, and what is wanted of them."""
-
-    token_ids: torch.Tensor
-    bad_rows: torch.Tensor
-    logprobs: Logprobs | None
-
-    @staticmethod
-    def joined(parts: list[_Drawn]) -> _Drawn:
-        """The parts' rows one behind the other."""
-        if len(parts) == 1:
-            return parts[0]
-        logprobs = [part.logprobs for part in parts if part.logprobs is not None]
-        return _Drawn(
-            torch.cat([part.token_ids for part in parts]),
-            torch.cat([part.bad_rows for part in parts]),
-            Logprobs(*map(torch.cat, zip(*logprobs, strict=True))) if logprobs else None,
-        )
 
 
 class ModelRunner:
@@ -101,13 +68,13 @@ class ModelRunner:
 
         `acceptance`: P(the first i drafts accepted) for i from 1 up, by lot; None judges drafts by what they are.
 
-        `on_logits`, if it is set, is given the logits of every step that does not run as a graph; `on_step` is told
-        before each step, and each repetition of one, of its rows, or 0 if they do more than decode.
+        `on_step`, if it is set, is told before each step, and each repetition of one, of its rows, or 0 if they do more
+        than decode.
         """
         self.target = target
         self.kv_caches = kv_caches
         self.states = states
-        self.sampler = sampler
+        self.target_sampler = TargetSampler(target, states, sampler)
         self.drafter = drafter
         self.max_model_len = max_model_len
         self.num_speculative_tokens = num_speculative_tokens
@@ -121,7 +88,6 @@ class ModelRunner:
         self.combinations = FewCombinations() if kv_caches.is_cuda else None
         self.graphs: DecodeGraphs | None = None
         self.forward_graphs: ForwardGraphs | None = None
-        self.on_logits: Callable[[LogitsSeen], None] | None = None
         self.on_step: Callable[[int], None] | None = None
         self._state: ForwardStep | LaunchedStep | None = None
         self._judged: tuple[torch.Tensor, Logprobs] | None = None
@@ -247,7 +213,7 @@ class ModelRunner:
         """Starts the copies of what the step's rows want to know, of sampled tokens and of prompts."""
         rows = state.step.rows
         sampled = self._sampled_logprobs(self._take_judged(), rows, [row.num_draft_tokens + 1 for row in rows])
-        return sampled, judge_prompts(rows, self.states, state.hidden, self._logits)
+        return sampled, judge_prompts(rows, self.states, state.hidden, self.target_sampler.logits)
 
     def _take_judged(self) -> tuple[torch.Tensor, Logprobs] | None:
         judged, self._judged = self._judged, None
@@ -302,10 +268,13 @@ class ModelRunner:
             spec_count=batch.spec_count,
             needs=batch.needs,
         )
-        target_sampled = self._draw(batch.at_logits(hidden), rows)
+        drawn = self.target_sampler.draw(batch.at_logits(hidden), rows)
+        self._bad_rows = drawn.bad_rows
+        if drawn.logprobs is not None:
+            self._judged = drawn.token_ids, drawn.logprobs
         if self._rates is not None:
             sampled, num_sampled = synthetic_rejection_sample(
-                target_sampled,
+                drawn.token_ids,
                 ids,
                 batch.cu_num_logits,
                 batch.row_slots,
@@ -315,7 +284,7 @@ class ModelRunner:
             )
         else:
             sampled, num_sampled = rejection_sample(
-                target_sampled, ids, batch.cu_num_logits, self.num_speculative_tokens
+                drawn.token_ids, ids, batch.cu_num_logits, self.num_speculative_tokens
             )
         s = self.states
         num_sampled, num_rejected = get_num_sampled_and_rejected(
@@ -331,62 +300,6 @@ class ModelRunner:
             finished=s.finished,
         )
         return sampled, num_sampled, num_rejected
-
-    def _draw(self, hidden: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-        """The target's token of each logits row of `hidden [N, H]`, `[N] int64`; keeps what else is known of them.
-
-        Many rows go in equal parts, lest their logits take more memory than all else. Not where rows are judged by
-        those behind them, nor for `on_logits`.
-        """
-        by_ratio = self.states.draft_logits.shape[0] > 0 and rows.needs.noise
-        most = _MOST_LOGITS // 2 if rows.needs.raw_logprobs else _MOST_LOGITS
-        is_whole = by_ratio or self.on_logits is not None
-        num_parts = 1 if is_whole else max(1, -(-len(hidden) // most))
-        size = max(1, -(-len(hidden) // num_parts))
-        starts = range(0, max(1, len(hidden)), size)
-        parts = [self._draw_part(hidden[at : at + size], rows.part(at, at + size), by_ratio) for at in starts]
-        token_ids, self._bad_rows, logprobs = _Drawn.joined(parts)
-        if logprobs is not None:
-            self._judged = token_ids, logprobs
-        return token_ids
-
-    def _draw_part(self, hidden: torch.Tensor, rows: SamplingRows, by_ratio: bool) -> _Drawn:
-        logits = self._logits(hidden)
-        # the sampler works in place
-        given = logits.clone() if self.on_logits is not None or rows.needs.raw_logprobs else logits
-        keep = by_ratio or self.on_logits is not None or rows.needs.processed_logprobs
-        token_ids, bad_rows = self.sampler.sample(logits, rows, keep=keep)
-        if self.on_logits is not None:
-            self.on_logits(LogitsSeen(given, logits, token_ids))
-        if by_ratio:
-            # an accepted draft, or what replaces it: strict comparison with the drafts does the rest
-            token_ids = ratio_sample(
-                logits,
-                token_ids,
-                rows.spec_ids,
-                self.states.draft_logits,
-                rows.row_slots,
-                rows.spec_count,
-                rows.positions,
-                self.states.seeds,
-                self.states.temperature,
-            )
-        return _Drawn(token_ids, bad_rows, self._judge(given, logits, rows, token_ids) if rows.needs.logprobs else None)
-
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The model's logits `[N, V] float32` of some hidden states."""
-        return self.sampler.cap(self.target.compute_logits(hidden))
-
-    def _judge(
-        self, given: torch.Tensor, processed: torch.Tensor, rows: SamplingRows, sampled: torch.Tensor
-    ) -> Logprobs:
-        """The log-probabilities of the rows' tokens, by the model's logits or by what they were drawn from."""
-        s, out = self.states, Logprobs.empty(len(sampled), sampled.device)
-        if rows.needs.raw_logprobs:
-            gather_logprobs(given, rows.row_slots, sampled, s.num_raw_logprobs, out)
-        if rows.needs.processed_logprobs:
-            gather_logprobs(processed, rows.row_slots, sampled, s.num_processed_logprobs, out)
-        return out
 
     def _postprocess(
         self, batch: InputBatch, sampled: torch.Tensor, num_sampled: torch.Tensor, num_rejected: torch.Tensor

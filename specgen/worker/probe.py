@@ -21,8 +21,8 @@ from specgen.engine.step import NewRow, ScheduledRow, SchedulerOutput
 from specgen.kernels.gumbel import gumbel_noise
 from specgen.worker.config import WorkerConfig
 from specgen.worker.input_batch import InputBatch
-from specgen.worker.model_runner import LogitsSeen
 from specgen.worker.states import RequestStates
+from specgen.worker.target_sampler import LogitsSeen
 from specgen.worker.worker import Worker
 
 
@@ -67,7 +67,7 @@ class Probe:
         self._config = config
         self._worker = Worker(config, _NoDrafts)
         self._seen: LogitsSeen | None = None
-        self._worker.runner.on_logits = self._see
+        self._worker.runner.target_sampler.on_logits = self._see
 
     @property
     def dtype(self) -> torch.dtype:

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from tiny import write_checkpoint
 
 from specgen.sampling_params import SamplingParams
-from specgen.worker import model_runner
-from specgen.worker.model_runner import ModelRunner
+from specgen.worker import target_sampler
+from specgen.worker.target_sampler import TargetSampler
 
 VOCAB = 64
 TOLERANCE = 5e-5  # the model itself is in float32, its logits reach 15
@@ -134,15 +134,15 @@ def test_logits_drawn_from_in_parts_change_no_bit(
     tiny: Path, rows: list[Row], ref: list[Result], monkeypatch: pytest.MonkeyPatch, most: int, largest: int
 ) -> None:
     """Of 7 rows with 2 drafts each, some of which want copies of theirs: half as many rows at once."""
-    monkeypatch.setattr(model_runner, "_MOST_LOGITS", most)
+    monkeypatch.setattr(target_sampler, "_MOST_LOGITS", most)
     parts = []
-    whole = ModelRunner._draw_part
+    whole = TargetSampler._draw_part
 
-    def counted(self: ModelRunner, hidden: torch.Tensor, *others: Any) -> Any:
+    def counted(self: TargetSampler, hidden: torch.Tensor, *others: Any) -> Any:
         parts.append(len(hidden))
         return whole(self, hidden, *others)
 
-    monkeypatch.setattr(ModelRunner, "_draw_part", counted)
+    monkeypatch.setattr(TargetSampler, "_draw_part", counted)
     assert_same(run_rows(tiny, rows, k=2, eos=[3], max_num_seqs=7), ref)
     assert max(parts) == largest
 
