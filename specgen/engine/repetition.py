@@ -19,6 +19,7 @@ _MOST = 8  # repetitions: rows that ended wait for twice as many at worst
 _JUDGED = 16  # rounds of the host's work that are looked at together
 _LATE = 0.02  # share of a round that the host waits, below which the device may have waited for it
 _FEW_LATE = 1  # late rounds that are let pass
+_LEAP = 4  # the limit's factor where most are late; 2 elsewhere, and after a trial that failed
 _DEVICE_BOUND = 0.5  # share from which on, if no round is late, fewer repetitions do, down to where it is _AIM
 _AIM = 0.3
 _GAIN = 1.01  # what more repetitions must bring
@@ -79,7 +80,9 @@ class RepeatLimit:
     Follows the clock. Under exact verification what it chooses changes the speed and never a token.
 
     It is raised where the host comes late, if only now and then, and stays so if that gives more tokens a second: rows
-    that end in between stay without work until the host knows.
+    that end in between stay without work until the host knows. That goes for steps with parts of prompts, too, which
+    run once: where rows end in every step and others take their place there are no other ones, unless steps that run
+    several times stand between them, for which rows are admitted less often (`Scheduler.schedule`).
     """
 
     def __init__(self) -> None:
@@ -87,10 +90,13 @@ class RepeatLimit:
         self.limit = 1
         self.is_held = False  # true: what rounds take says nothing now
         self._before: float | None = None
-        self._waited: list[float] = []  # shares of rounds, since the limit was last judged
+        # shares of rounds since the limit was last judged, of decode steps and of those with parts of prompts
+        self._waited: list[float] = []
+        self._waited_beside_prompts: list[float] = []
         self._tokens, self._seconds = 0, 0.0  # of all rounds since then
         self._before_trial: tuple[int, float] | None = None  # the limit and tokens a second before it was last raised
         self._rest = 0  # judgements to come before it may be raised again
+        self._leap = _LEAP  # what it may be multiplied by
 
     def restart(self) -> None:
         """The device has run dry: the time until its next results says nothing."""
@@ -103,21 +109,25 @@ class RepeatLimit:
             return
         self._tokens += sum(map(len, output.sampled_token_ids))
         self._seconds += now - before
-        if step.num_decode_rows and step.times == self.limit:
-            self._waited.append((now - asked) / (now - before))
-        if len(self._waited) == _JUDGED:
+        share = (now - asked) / (now - before)
+        if not step.num_decode_rows:
+            self._waited_beside_prompts.append(share)
+        elif step.times == self.limit:
+            self._waited.append(share)
+        if len(self._waited) + len(self._waited_beside_prompts) == _JUDGED:
             self._judge(self._tokens / self._seconds)
 
     def _judge(self, rate: float) -> None:
-        waited, num_late = median(self._waited), sum(share < _LATE for share in self._waited)
+        num_late = sum(share < _LATE for share in self._waited + self._waited_beside_prompts)
         before, self._before_trial = self._before_trial, None
         self._rest = max(0, self._rest - 1)
         if before is not None and rate < _GAIN * before[1]:
-            self.limit, self._rest = before[0], _REST
+            self.limit, self._rest, self._leap = before[0], _REST, 2
         elif num_late > _FEW_LATE and self.limit < _MOST and not self._rest:
             self._before_trial = self.limit, rate
-            self.limit = min(_MOST, 2 * self.limit)
-        elif not num_late and waited > _DEVICE_BOUND:
+            self.limit = min(_MOST, (self._leap if 2 * num_late > _JUDGED else 2) * self.limit)
+        elif self._waited and not num_late and (waited := median(self._waited)) > _DEVICE_BOUND:
             self.limit = max(1, math.ceil(self.limit * (1 - waited) / (1 - _AIM)))
         self._waited.clear()
+        self._waited_beside_prompts.clear()
         self._tokens, self._seconds = 0, 0.0
