@@ -130,7 +130,7 @@ def gqa_hopper_kernel(
     num_keys = gl.where(slot >= 0, position + count, 0)
     first_split = gl.program_id(2) * splits_a_program
     low = first_split * SPLIT_KEYS
-    wait_for_inputs(PDL)  # the layout of the step is older than the kernel before this one
+    wait_for_inputs(PDL)  # the layout of the step is older than the layer
     if (count > 0) & ((low < num_keys) | (not BY_SPLIT)):
         end = gl.minimum(low + splits_a_program * SPLIT_KEYS, num_keys)
         num_steps = (end - low + STEP_KEYS - 1) // STEP_KEYS

@@ -181,7 +181,7 @@ def _grouped_kernel(
     if GATED:
         if (TOP_K > 0) & PDL:
             _ask_for_shared(weights, tile, column, num_routed, num_shared, num_columns, width, LINES)
-        wait_for_inputs(PDL)
+        wait_for_inputs(PDL)  # and not earlier: the second product reads tiles and choices before it waits
     if TOP_K > 0:
         expert, pair = find_few(
             tile, tile_expert_ptr, num_pairs, num_routed, num_shared, ROWS, TOP_K, CHOICES, EXPERTS
@@ -191,7 +191,7 @@ def _grouped_kernel(
     else:
         expert = tl.load(tile_expert_ptr + tile).to(tl.int64)
     if not GATED:
-        wait_for_inputs(PDL)  # tiles and choices are older than the gated product
+        wait_for_inputs(PDL)
     if expert >= 0:
         if TOP_K == 0:
             pair = tl.load(tile_pairs_ptr + tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)

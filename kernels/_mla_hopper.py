@@ -324,7 +324,7 @@ def mla_hopper_kernel(
     slot, q_row, count, position = find_latent_tile(
         tile, idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES, REQUESTS
     )
-    wait_for_inputs(PDL)  # the layout of the step is older than the kernel before this one
+    wait_for_inputs(PDL)  # the layout of the step is older than the layer
     low, end, works = split_range(split, position, count, SPLIT_KEYS)
     if works:
         num_steps = (end - low + STEP_KEYS - 1) // STEP_KEYS

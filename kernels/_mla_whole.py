@@ -74,7 +74,7 @@ def mla_split_kernel(
         first_tile + tl.program_id(0), idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES,
         REQUESTS,
     )  # fmt: skip
-    wait_for_inputs(PDL)  # the layout of the step is older than the kernel before this one
+    wait_for_inputs(PDL)  # the layout of the step is older than the layer
     low, end, works = split_range(split, position, count, SPLIT_KEYS)
     if works:
         ROWS: tl.constexpr = HEADS * QUERIES

@@ -32,7 +32,7 @@ def mla_scores_kernel(
         first_tile + tl.program_id(0), idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES,
         REQUESTS,
     )  # fmt: skip
-    wait_for_inputs(PDL)  # the layout of the step is older than the kernel before this one
+    wait_for_inputs(PDL)  # the layout of the step is older than the layer
     start = tl.program_id(2) * STEP_KEYS
     end = position + count
     if (count > 0) & (start < end):
@@ -112,7 +112,7 @@ def mla_values_kernel(
         first_tile + tl.program_id(0), idx_mapping_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, QUERIES,
         REQUESTS,
     )  # fmt: skip
-    wait_for_inputs(PDL)  # the layout of the step is older than the kernel before this one
+    wait_for_inputs(PDL)  # the layout of the step is older than the layer
     low, end, works = split_range(split, position, count, SPLIT_KEYS)
     if works:
         ROWS: tl.constexpr = HEADS * QUERIES

@@ -99,7 +99,7 @@ def _looked_at(num_chunks: int) -> int:
 def sorted_products(x: torch.Tensor, pairs: SortedPairs, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
     """Return w2[e] @ silu_mul(w13[e] @ x) of every sorted row: [P, H] in x's dtype. Weights as in `moe_experts`."""
     rows = torch.empty(len(pairs.tokens), x.shape[1], dtype=x.dtype, device=x.device)
-    # It waits for sorting to end, and the first product may begin while it runs: tiles are there by then.
+    # It waits for sorting to end before it lets the first product begin, which reads tiles at once.
     _gather_kernel[(len(rows),)](
         x, pairs.tokens, rows, x.shape[1], BLOCK=triton.next_power_of_2(x.shape[1]), num_warps=4, **pdl()
     )

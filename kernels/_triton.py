@@ -71,9 +71,9 @@ logger = logging.getLogger(__name__)
 def wait_for_inputs(PDL: tl.constexpr):
     """Wait for the kernels before this one, then let the next one be set up while this one runs.
 
-    Every kernel that is launched with `pdl()` begins with it, or with `start_next_and_wait`: what is read or written
-    after it is in launch order. What stands before it may read weights, and what is older than the last kernel before
-    this one that lets the next one begin in here.
+    Every program of a kernel that is launched with `pdl()` begins with it, or with `start_next_and_wait`: what is read
+    or written after it is in launch order. What stands before it writes nothing, and reads weights or what is older
+    than the last kernel before this one that lets the next begin in here (or was launched without `pdl()`).
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -85,7 +85,8 @@ def start_next_and_wait(PDL: tl.constexpr):
     """As `wait_for_inputs`, but the next kernel is set up, and asks for its weights, while this one still waits.
 
     For short kernels, whose own work leaves the memory idle: 3 % of a step of one row. Attention and products of few
-    rows gain nothing by it.
+    rows gain nothing by it. Not for kernels on whose lateness a reader before its own wait relies, see
+    tests/kernels/test_launch_order.py.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -79,7 +79,7 @@ def _are_few_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def _few_rows(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
     """Return the product of few rows in `dtype`, with the bits of any other form; None if this form is not for it.
 
-    See `_few_rows_hopper`. The weight is read before the kernel before has ended, which must not have written it.
+    See `_few_rows_hopper`. The weight is read before the kernel waits for its inputs: see `wait_for_inputs`.
     """
     if not _are_few_rows(x, weight):
         return None
@@ -197,7 +197,7 @@ def _are_few_by_heads(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def _few_batched(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Do what `batched_linear` does for few rows: a head's weight, or its first part, is on its way before x is known.
 
-    So the kernel before this one must not be what wrote the weight.
+    So no kernel just before this one may have written the weight: see `wait_for_inputs`.
     """
     num_heads, num_columns, inner = weight.shape
     tiles = triton.cdiv(num_columns, _BATCHED_COLUMNS)

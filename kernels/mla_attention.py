@@ -269,7 +269,7 @@ def _run_wide_hopper(launch: _Launch, first_tile: int, tiles: int, latents: Any,
     head_groups, steps, splits = m.counts
     is_few = tiles * head_groups <= _FEW_TILES
     slices = m.rank // (m.rope if is_few else _SLICE)  # of the values' columns, as wide as a descriptor's block
-    # Nothing may come between the two: the second reads the cache before the first, which has waited, has ended.
+    # The second reads the cache before the first has ended, which had waited for what writes it.
     mla_scores_hopper_kernel[(tiles, head_groups, steps)](
         m.q, latents, ropes, *m.step, m.scores, first_tile, *m.sizes[:2], RANK=m.rank, ROPE=m.rope, num_warps=4,
         **m.paged, **m.shared,

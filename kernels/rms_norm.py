@@ -171,7 +171,7 @@ def combine_norm_triton(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what `combine_norm` returns, by one program a token.
 
-    All but `rows` is read before the kernel before has ended, which must not have written it.
+    All but `rows` is read before the kernel waits for its inputs: see `wait_for_inputs`.
     """
     (num_tokens, top_k), width = weights.shape, rows.shape[1]
     out = torch.empty(num_tokens, width, dtype=rows.dtype, device=rows.device)
