@@ -23,7 +23,7 @@ Model = Annotated[
 ]
 Config = Annotated[
     Path | None,
-    typer.Option(  # by name: typer 0.27 would call it what the metavar is
+    typer.Option(  # by name: typer 0.27 calls --CONFIG what has its own name as metavar
         "--config", metavar="CONFIG", help="A config.json; with --random-weights, in place of a model's folder."
     ),
 ]

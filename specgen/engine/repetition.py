@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from statistics import median
+from typing import NamedTuple
 
 from specgen.engine.kv_blocks import KVBlockManager
 from specgen.engine.request import Request
@@ -24,6 +25,8 @@ _DEVICE_BOUND = 0.5  # share from which on, if no round is late, fewer repetitio
 _AIM = 0.3
 _GAIN = 1.01  # what more repetitions must bring
 _REST = 8  # judgements after they did not
+_TELLING = 4  # rounds of decode steps that it takes to lower the limit
+_FORGOTTEN = 64  # rounds of which too few could be judged
 
 
 def repeat_step(out: SchedulerOutput, requests: Sequence[Request], kv: KVBlockManager, limit: int) -> bool:
@@ -74,60 +77,92 @@ def _repeated(request: Request, row: ScheduledRow, out: SchedulerOutput, kv: KVB
     )
 
 
+class _Before(NamedTuple):
+    """What was before the limit was raised for a trial: the limit, tokens a second, and whether prompts were read."""
+
+    limit: int
+    rate: float
+    beside_prompts: bool
+
+
 class RepeatLimit:
     """How often a decode step may run, `limit`: as often as gives the device work while the host is at the last one's.
 
     Follows the clock. Under exact verification what it chooses changes the speed and never a token.
 
     It is raised where the host comes late, if only now and then, and stays so if that gives more tokens a second: rows
-    that end in between stay without work until the host knows. That goes for steps with parts of prompts, too, which
-    run once: where rows end in every step and others take their place there are no other ones, unless steps that run
-    several times stand between them, for which rows are admitted less often (`Scheduler.schedule`).
+    that end in between stay without work until the host knows. Rounds with parts of prompts tell of a late host, too,
+    though such a step runs once: where rows end in every step there are no other rounds. A raised limit makes the
+    scheduler put repeated steps between those that admit rows.
     """
 
     def __init__(self) -> None:
         """Starts with 1."""
         self.limit = 1
         self.is_held = False  # true: what rounds take says nothing now
-        self._before: float | None = None
-        # shares of rounds since the limit was last judged, of decode steps and of those with parts of prompts
+        self._last: float | None = None  # when the round before was done
+        self._before_trial: _Before | None = None
+        self._rest = 0  # judgements to come before it may be raised again
+        self._leap = _LEAP  # what it is multiplied by at most; 2 from a trial that failed to one that does not
+        self._start_over()
+
+    def _start_over(self) -> None:
+        # since the limit was last judged: shares of rounds of decode steps, and of those with parts of prompts
         self._waited: list[float] = []
         self._waited_beside_prompts: list[float] = []
-        self._tokens, self._seconds = 0, 0.0  # of all rounds since then
-        self._before_trial: tuple[int, float] | None = None  # the limit and tokens a second before it was last raised
-        self._rest = 0  # judgements to come before it may be raised again
-        self._leap = _LEAP  # what it may be multiplied by
+        self._rounds, self._tokens, self._seconds = 0, 0, 0.0  # of all, those that say nothing of the host included
 
     def restart(self) -> None:
         """The device has run dry: the time until its next results says nothing."""
-        self._before = None
+        self._last = None
 
     def round_done(self, step: SchedulerOutput, output: ModelRunnerOutput, asked: float, now: float) -> None:
         """Takes in what a step gave, for which the host asked at one time and had it at another, in seconds."""
-        before, self._before = self._before, now
-        if self.is_held or before is None or now <= before:
+        last, self._last = self._last, now
+        if self.is_held or last is None or now <= last:
             return
+        self._rounds += 1
         self._tokens += sum(map(len, output.sampled_token_ids))
-        self._seconds += now - before
-        share = (now - asked) / (now - before)
+        self._seconds += now - last
+        share = (now - asked) / (now - last)
         if not step.num_decode_rows:
             self._waited_beside_prompts.append(share)
         elif step.times == self.limit:
             self._waited.append(share)
         if len(self._waited) + len(self._waited_beside_prompts) == _JUDGED:
             self._judge(self._tokens / self._seconds)
+            self._start_over()
+        elif self._rounds == _FORGOTTEN:
+            self._undo_trial()
+            self._start_over()
+
+    def _undo_trial(self) -> None:
+        if self._before_trial is not None:
+            self.limit, self._before_trial = self._before_trial.limit, None
 
     def _judge(self, rate: float) -> None:
-        num_late = sum(share < _LATE for share in self._waited + self._waited_beside_prompts)
-        before, self._before_trial = self._before_trial, None
+        beside_prompts = bool(self._waited_beside_prompts)
         self._rest = max(0, self._rest - 1)
-        if before is not None and rate < _GAIN * before[1]:
-            self.limit, self._rest, self._leap = before[0], _REST, 2
-        elif num_late > _FEW_LATE and self.limit < _MOST and not self._rest:
-            self._before_trial = self.limit, rate
+        before = self._before_trial
+        if before is not None and before.beside_prompts != beside_prompts:
+            self._undo_trial()  # not the same work
+            return
+        if before is not None and rate < _GAIN * before.rate:
+            self._undo_trial()
+            self._rest, self._leap = _REST, 2
+            return
+        if before is not None:
+            self._before_trial, self._leap = None, _LEAP
+        num_late = self._num_late()
+        if num_late > _FEW_LATE and self.limit < _MOST and not self._rest and rate > 0:
+            self._before_trial = _Before(self.limit, rate, beside_prompts)
             self.limit = min(_MOST, (self._leap if 2 * num_late > _JUDGED else 2) * self.limit)
-        elif self._waited and not num_late and (waited := median(self._waited)) > _DEVICE_BOUND:
+        elif not num_late and len(self._waited) >= _TELLING and (waited := median(self._waited)) > _DEVICE_BOUND:
             self.limit = max(1, math.ceil(self.limit * (1 - waited) / (1 - _AIM)))
-        self._waited.clear()
-        self._waited_beside_prompts.clear()
-        self._tokens, self._seconds = 0, 0.0
+
+    def _num_late(self) -> int:
+        """Rounds for which the host came late; of those beside prompts, in which graphs are captured, most or none."""
+        late, late_beside = (
+            sum(share < _LATE for share in shares) for shares in (self._waited, self._waited_beside_prompts)
+        )
+        return late + (late_beside if 2 * late_beside > len(self._waited_beside_prompts) else 0)

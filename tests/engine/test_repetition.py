@@ -216,7 +216,7 @@ def feed(limit: RepeatLimit, waited: list[float], num_tokens: int = 100, beside_
     for share in waited:
         rows = [ScheduledRow(0, 0, 9 if beside_prompts else 1, 0, True, [], 0, 0, 9)]
         times = 1 if beside_prompts else limit.limit
-        now = (limit._before or 0.0) + 1.0
+        now = (limit._last or 0.0) + 1.0
         output = ModelRunnerOutput([[7] * num_tokens] * times, [0] * times)
         limit.round_done(SchedulerOutput(rows=rows, times=times), output, now - share, now)
 
@@ -235,12 +235,56 @@ def test_it_is_raised_for_two_late_rounds_of_sixteen_and_more_for_most(num_late:
     assert limit.limit == raised
 
 
-@pytest.mark.parametrize(("num_late", "raised"), [(1, False), (2, True)])
-def test_rounds_with_prompts_tell_of_a_late_host_too(num_late: int, raised: bool) -> None:
-    """Where rows end in every step and others take their place there is no other round."""
+@pytest.mark.parametrize(("num_late", "raised"), [(8, 1), (9, 4)])
+def test_rounds_with_prompts_tell_of_a_late_host_if_most_are_late(num_late: int, raised: int) -> None:
+    """Where rows end in every step and others take their place there is no other round; few of them are captures."""
     limit = begun()
     feed(limit, [0.01] * num_late + [0.9] * (16 - num_late), beside_prompts=True)
-    assert limit.limit == (2 if raised else 1)
+    assert limit.limit == raised
+
+
+def test_rounds_in_which_no_row_samples_are_nothing_to_compare_with() -> None:
+    limit = begun()
+    feed(limit, [0.0] * 32, num_tokens=0, beside_prompts=True)
+    assert limit.limit == 1
+
+
+def test_a_trial_beside_prompts_is_not_compared_with_rounds_without() -> None:
+    limit = begun()
+    feed(limit, [0.0] * 16, num_tokens=1000)
+    assert limit.limit == 4
+    feed(limit, [0.0] * 5, num_tokens=10, beside_prompts=True)
+    feed(limit, [0.0] * 11, num_tokens=10)
+    assert limit.limit == 1
+    feed(limit, [0.0] * 16, num_tokens=1000)
+    assert limit.limit == 4, "it neither rests nor tries less"
+
+
+def test_a_leap_is_tried_again_after_a_trial_that_went_well() -> None:
+    limit = begun()
+    feed(limit, [0.0] * 16, num_tokens=1000)
+    feed(limit, [0.2] * 16, num_tokens=10)
+    feed(limit, [0.0] * 16 * 8, num_tokens=1000)
+    assert limit.limit == 2
+    feed(limit, [0.2] * 16, num_tokens=1000)
+    limit.limit = 1
+    feed(limit, [0.0] * 16, num_tokens=1000)
+    assert limit.limit == 4
+
+
+def test_steps_that_could_not_run_so_often_say_nothing_and_end_a_trial_in_time() -> None:
+    limit = begun()
+    feed(limit, [0.0] * 16, num_tokens=1000)
+    assert limit.limit == 4
+    rows = [ScheduledRow(0, 0, 1, 0, True, [], 0, 0, 9)]
+    for number in range(64):
+        assert limit.limit == 4, number
+        assert limit._last is not None
+        now = limit._last + 1.0
+        limit.round_done(SchedulerOutput(rows=rows, times=1), ModelRunnerOutput([[7]], [0]), now - 0.9, now)
+    assert limit.limit == 1
+    feed(limit, [0.0] * 16, num_tokens=1000)
+    assert limit.limit == 4
 
 
 def test_rounds_with_prompts_are_no_reason_for_fewer() -> None:
@@ -249,8 +293,11 @@ def test_rounds_with_prompts_are_no_reason_for_fewer() -> None:
     limit.limit = 6
     feed(limit, [0.9] * 160, beside_prompts=True)
     assert limit.limit == 6
-    feed(limit, [0.9] * 8, beside_prompts=True)
-    feed(limit, [0.66] * 8)
+    feed(limit, [0.9] * 13, beside_prompts=True)
+    feed(limit, [0.66] * 3)
+    assert limit.limit == 6, "too few"
+    feed(limit, [0.9] * 12, beside_prompts=True)
+    feed(limit, [0.66] * 4)
     assert limit.limit == 3
 
 
