@@ -95,6 +95,16 @@ def _start_scores(q, keys, keys_ready, stage, phase, needed):
 
 
 @gluon.jit
+def _first_scores(q, cache, block, key_column, key_buffers, keys_ready, num_steps, STAGES: gl.constexpr):
+    """Return the first step's scores; the first stage's next keys are on their way."""
+    scores = _start_scores(q, key_buffers, keys_ready, 0, 0, num_steps > 0)
+    scores = hopper.warpgroup_mma_wait(0, deps=[scores])
+    thread_barrier()  # nobody reads the first keys any more
+    fetch(cache, block, key_column, key_buffers.index(0), keys_ready.index(0), num_steps > STAGES)
+    return scores
+
+
+@gluon.jit
 def _keep_partial(partial_ptr, place, used_rows, row_max, row_sum, acc, real, column):
     """Store a split's (acc, max, sum) as `gqa_join_kernel` reads them."""
     acc_row: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
@@ -103,6 +113,45 @@ def _keep_partial(partial_ptr, place, used_rows, row_max, row_sum, acc, real, co
     gl.store(partial[:, None] + column, acc, mask=real[:, None])
     gl.store(partial + DIM, gl.convert_layout(row_max, acc_row, assert_trivial=True), mask=real)
     gl.store(partial + DIM + 1, split_sum(row_sum, acc_row), mask=real)
+
+
+@gluon.jit
+def _start_values(
+    scores, buffers, ready, stage, phase, start, full, end, positions, ones, row_max, row_sum, acc, scale_log2,
+    KEY_START: gl.constexpr,
+):  # fmt: skip
+    """Start taking in a step's values, which are waited for, by the weights of its scores.
+
+    All rows see every key of the steps in [lead, full). Returns (weights, row_max, row_sum, acc); the products still
+    run.
+    """
+    STEP_KEYS: gl.constexpr = scores.shape[1]
+    copy_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    lead: gl.constexpr = (KEY_START + STEP_KEYS - 1) // STEP_KEYS * STEP_KEYS
+    is_edge = (start < lead) | (start + STEP_KEYS > full)
+    if is_edge:
+        scores = hide_unseen(scores, start, end, positions, KEY_START)
+    weights, row_max, row_sum, acc = weigh(scores, row_max, row_sum, acc, scale_log2, buffers.dtype)
+    values = buffers.index(stage)
+    hopper.mbarrier.wait(ready.index(stage), phase)
+    if is_edge:
+        clear_unseen(values, start, end, KEY_START, copy_layout)
+    row_sum = sum_weights(weights, ones, row_sum)
+    acc = hopper.warpgroup_mma(weights, values, acc, is_async=True)
+    return weights, row_max, row_sum, acc
+
+
+@gluon.jit
+def _store_result(
+    out_ptr, total, result, row, real, column, q_row, num_heads, kv_head, first_head, GROUP: gl.constexpr,
+    HEADS: gl.constexpr,
+):  # fmt: skip
+    """Store a tile's result, divided by the sums of its weights, where its rows are in the output."""
+    total = gl.convert_layout(total, gl.SliceLayout(1, result.type.layout), assert_trivial=True)
+    result = result / gl.where(total > 0, total, 1.0)[:, None]
+    rows = head_rows(row, q_row, num_heads, kv_head, first_head, GROUP, HEADS)
+    target = out_ptr + rows[:, None] * result.shape[1] + column
+    gl.store(target, result.to(out_ptr.dtype.element_ty), mask=real[:, None])
 
 
 @gluon.jit(do_not_specialize=["num_requests", "splits", "used_rows", "splits_a_program"])
@@ -135,9 +184,7 @@ def gqa_hopper_kernel(
         end = gl.minimum(low + splits_a_program * SPLIT_KEYS, num_keys)
         num_steps = (end - low + STEP_KEYS - 1) // STEP_KEYS
         table_ptr = block_tables_ptr + gl.maximum(slot, 0) * block_tables_stride + low // STEP_KEYS
-        # All rows see every key of the steps in [lead, full).
-        lead = (KEY_START + STEP_KEYS - 1) // STEP_KEYS * STEP_KEYS
-        full = gl.minimum(position + 1, end)
+        full = gl.minimum(position + 1, end)  # all rows see the keys before it
         kv_head = gl.program_id(1) // PARTS
         first_head = (gl.program_id(1) % PARTS) * HEADS
         key_column = kv_head * DIM
@@ -157,31 +204,23 @@ def gqa_hopper_kernel(
         result = gl.zeros([ROWS, DIM], gl.float32, acc_layout)
         row_max, row_sum, acc = nothing_seen(ROWS, STEP_KEYS, DIM, NO_MAX)
 
-        scores = _start_scores(q, key_buffers, keys_ready, 0, 0, num_steps > 0)
-        scores = hopper.warpgroup_mma_wait(0, deps=[scores])
-        thread_barrier()  # nobody reads the first keys any more
-        fetch(cache, block, key_column, key_buffers.index(0), keys_ready.index(0), num_steps > STAGES)
+        scores = _first_scores(q, cache, block, key_column, key_buffers, keys_ready, num_steps, STAGES)
         stage = 0
         phase = 0
         for step in range(0, num_steps):
             start = low + step * STEP_KEYS
             ahead = step + 1 + STAGES
             next_block = gl.load(table_ptr + ahead, mask=ahead < num_steps, other=0)
-            is_edge = (start < lead) | (start + STEP_KEYS > full)
-            if is_edge:
-                scores = hide_unseen(scores, start, end, positions, KEY_START)
-            weights, row_max, row_sum, acc = weigh(scores, row_max, row_sum, acc, scale_log2, q.dtype)
-            values = value_buffers.index(stage)
-            hopper.mbarrier.wait(values_ready.index(stage), phase)
-            if is_edge:
-                clear_unseen(values, start, end, KEY_START, copy_layout)
-            row_sum = sum_weights(weights, ones, row_sum)
-            acc = hopper.warpgroup_mma(weights, values, acc, is_async=True)
+            weights, row_max, row_sum, acc = _start_values(
+                scores, value_buffers, values_ready, stage, phase, start, full, end, positions, ones, row_max, row_sum,
+                acc, scale_log2, KEY_START,
+            )  # fmt: skip
             # The next step's scores, while other tiles' weights are computed; after the last step they are not used.
             next_stage, next_phase = next_stage_of(stage, phase, STAGES)
             scores = _start_scores(q, key_buffers, keys_ready, next_stage, next_phase, step + 1 < num_steps)
             row_sum, acc, scores, weights = hopper.warpgroup_mma_wait(0, deps=[row_sum, acc, scores, weights])
             thread_barrier()  # nobody reads these values and the next keys any more
+            values = value_buffers.index(stage)
             fetch(cache, block, value_column, values, values_ready.index(stage), step + STAGES < num_steps)
             keys = key_buffers.index(next_stage)
             fetch(cache, next_block, key_column, keys, keys_ready.index(next_stage), ahead < num_steps)
@@ -196,7 +235,6 @@ def gqa_hopper_kernel(
                 row_max, row_sum, acc = nothing_seen(ROWS, STEP_KEYS, DIM, NO_MAX)
         _end_rings(keys_ready, values_ready, STAGES)
         if not BY_SPLIT:
-            total = gl.convert_layout(total, acc_row, assert_trivial=True)
-            result = result / gl.where(total > 0, total, 1.0)[:, None]
-            rows = head_rows(row, q_row, num_heads, kv_head, first_head, GROUP, HEADS)
-            gl.store(out_ptr + rows[:, None] * DIM + column, result.to(q.dtype), mask=real[:, None])
+            _store_result(
+                out_ptr, total, result, row, real, column, q_row, num_heads, kv_head, first_head, GROUP, HEADS
+            )  # fmt: skip
