@@ -211,8 +211,8 @@ def product_hopper_kernel(
     """out[row] = weight[expert] @ rows[row]; gated: silu of the first half's rows times the second's.
 
     rows, weights: descriptors, in blocks [ROWS, INNER] and [COLUMNS, INNER]. A block may reach beyond its expert's rows
-    or columns: what is there is multiplied and not stored. Tiles are read before inputs are waited
-    for. STORE: the layout from `store_layout` for tiles of TALL rows, with 8 warps; None for lower ones, with 4.
+    or columns: what is there is multiplied and not stored. Tiles are read before inputs are waited for.
+    STORE: the layout from `store_layout` for tiles of TALL rows, with 8 warps; None for lower ones, with 4.
     """
     DTYPE: gl.constexpr = out_ptr.dtype.element_ty
     shared_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16)

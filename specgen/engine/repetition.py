@@ -144,14 +144,14 @@ class RepeatLimit:
         beside_prompts = bool(self._waited_beside_prompts)
         self._rest = max(0, self._rest - 1)
         before = self._before_trial
-        if before is not None and before.beside_prompts != beside_prompts:
-            self._undo_trial()  # not the same work
-            return
-        if before is not None and rate < _GAIN * before.rate:
-            self._undo_trial()
-            self._rest, self._leap = _REST, 2
-            return
         if before is not None:
+            if before.beside_prompts != beside_prompts:
+                self._undo_trial()  # not the same work
+                return
+            if rate < _GAIN * before.rate:
+                self._undo_trial()
+                self._rest, self._leap = _REST, 2
+                return
             self._before_trial, self._leap = None, _LEAP
         num_late = self._num_late()
         if num_late > _FEW_LATE and self.limit < _MOST and not self._rest and rate > 0:
@@ -162,7 +162,6 @@ class RepeatLimit:
 
     def _num_late(self) -> int:
         """Rounds for which the host came late; of those beside prompts, in which graphs are captured, most or none."""
-        late, late_beside = (
-            sum(share < _LATE for share in shares) for shares in (self._waited, self._waited_beside_prompts)
-        )
-        return late + (late_beside if 2 * late_beside > len(self._waited_beside_prompts) else 0)
+        num_late = sum(share < _LATE for share in self._waited)
+        num_beside = sum(share < _LATE for share in self._waited_beside_prompts)
+        return num_late + num_beside if 2 * num_beside > len(self._waited_beside_prompts) else num_late

@@ -116,7 +116,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """The next step. Counts advance as if all its drafts were accepted; `update_from_output` corrects them.
 
-        Where a step can run several times, none is admitted right behind a step that admitted some.
+        Behind a step that admitted rows none are admitted if the step can run several times instead.
         """
         out = SchedulerOutput(draft_limit=self.draft_limit)
         budget, any_preempted = self._schedule_running(out, self.config.max_num_batched_tokens)

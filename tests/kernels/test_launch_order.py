@@ -10,7 +10,8 @@ import pytest
 import specgen.kernels
 
 LATE, EARLY = "wait_for_inputs", "start_next_and_wait"
-# Kernels behind which the next one reads, before it waits, what had been written before them.
+# Kernels behind which another one reads, before it waits, what had been written before them; each is the last barrier
+# between the two, or would be if another of them were early.
 LATE_ONES = {
     "_gather_kernel": "the first product of sorted rows reads tiles",
     "_place_kernel": "tiles of the gated product",
