@@ -54,6 +54,21 @@ class SpecStats:
         for position in range(num_accepted):
             self.accepted_per_pos[position] += 1
 
+    def observe_steps(self, num_drafted: int, num_accepted: list[int], num_emitted: int) -> None:
+        """Count steps, each with so many drafts verified: of each how many were kept, and the tokens kept in all."""
+        num_steps, sum_accepted = len(num_accepted), sum(num_accepted)
+        assert max(num_accepted) <= num_drafted and sum_accepted <= num_emitted <= sum_accepted + num_steps
+        self.steps += num_steps
+        self.drafted += num_drafted * num_steps
+        self.accepted += sum_accepted
+        self.emitted += num_emitted
+        self._widen(num_drafted)
+        num_with_it = 0  # steps that kept the draft at the position, from the last one down
+        for position in range(num_drafted - 1, -1, -1):
+            num_with_it += num_accepted.count(position + 1)
+            self.accepted_per_pos[position] += num_with_it
+            self.drafted_per_pos[position] += num_steps
+
     def observe_plain(self, num_steps: int) -> None:
         """Count steps that verified no draft, and so kept one token each."""
         self.steps += num_steps
@@ -110,6 +125,8 @@ def is_looping(token_ids: Sequence[int]) -> bool:
         window = max(_LOOP_REPEATS * period, _LOOP_MIN_TOKENS)
         if len(token_ids) < window:
             return False
+        if token_ids[-1] != token_ids[-1 - period]:
+            continue  # nearly always
         tail = token_ids[len(token_ids) - window :]
         if tail[period:] == tail[:-period]:
             return True

@@ -103,3 +103,17 @@ def test_warnings_name_what_a_reader_must_know() -> None:
 def test_an_empty_run_has_statistics_too() -> None:
     assert RunStats().warnings() == []
     json.dumps(RunStats().as_dict(), allow_nan=False)
+
+
+@given(st.data())
+def test_steps_counted_at_once_are_those_counted_one_by_one(data: st.DataObject) -> None:
+    num_drafted = data.draw(st.integers(1, 5))
+    accepted = data.draw(st.lists(st.integers(0, num_drafted), min_size=1, max_size=9))
+    bonus = data.draw(st.lists(st.integers(0, 1), min_size=len(accepted), max_size=len(accepted)))
+    one_by_one, at_once = SpecStats(), SpecStats()
+    for stats in (one_by_one, at_once):
+        stats.observe(1, 0, 1)
+    for kept, more in zip(accepted, bonus, strict=True):
+        one_by_one.observe(num_drafted, kept, kept + more)
+    at_once.observe_steps(num_drafted, accepted, sum(accepted) + sum(bonus))
+    assert at_once == one_by_one

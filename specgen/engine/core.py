@@ -181,9 +181,9 @@ class EngineCore:
         return ended + self._take(step, self._wait_for(step, result))
 
     def _wait_for(self, step: SchedulerOutput, result: StepResult) -> ModelRunnerOutput:
-        asked = time.perf_counter()
+        waited = result.wait()
         output = result.get()
         if self._repeat_limit is not None:
-            self._repeat_limit.round_done(step, output, asked, time.perf_counter())
+            self._repeat_limit.round_done(step, output, waited, time.perf_counter())
             self.scheduler.repeat_limit = self._repeat_limit.limit
         return output

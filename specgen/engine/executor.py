@@ -14,6 +14,10 @@ from specgen.engine.step import ModelRunnerOutput, SchedulerOutput
 class StepResult(Protocol):
     """A sampled step whose copy to the host may still be under way."""
 
+    def wait(self) -> float:
+        """Waits for the copy; seconds, 0 if it was there, which does not depend on what else the process does."""
+        ...
+
     def get(self) -> ModelRunnerOutput:
         """Waits for the copy and returns the step's tokens."""
         ...

@@ -5,47 +5,54 @@ The device ends a row by an end id or its length, and what it gives stops there;
 
 from __future__ import annotations
 
-from itertools import chain
-
 from specgen.engine.request import EOS_NAME, NAN_TOKEN, Request
 
 
-def take_tokens(request: Request, num_drafts: int, sampled: list[list[int]], num_accepted: list[int]) -> list[int]:
+def take_tokens(
+    request: Request, num_drafts: int, new: list[int], num_sampled: list[int], num_accepted: list[int]
+) -> list[int]:
     """Appends what a step sampled, up to the row's end; the tokens appended.
 
-    sampled, num_accepted: token ids, and how many of them were drafts, of each time that the step ran; none behind the
-    row's end. num_drafts: fed each time.
+    new: token ids of all times that the step ran. num_sampled, num_accepted: of each time, how many of them it gave,
+    none behind the row's end, and how many of those were drafts. num_drafts: fed each time.
     """
-    new = sampled[0] if len(sampled) == 1 else list(chain.from_iterable(sampled))
     if request.stop_check is not None or NAN_TOKEN in new:
-        return _take_one_by_one(request, num_drafts, sampled, num_accepted)
+        return _take_one_by_one(request, num_drafts, new, num_sampled, num_accepted)
     if not new:
         return new
     # the device went on up to an end and no further
     assert request.end_ids.isdisjoint(new[:-1]), "the device went on behind an end"
     request.token_ids += new
     _check_stop(request, new[-1])
-    assert request.num_output_tokens <= request.max_tokens, "the device went on behind a row's last token"
+    num_left = request.max_tokens - request.num_output_tokens
+    assert num_left >= 0, "the device went on behind a row's last token"
     if not num_drafts:
         request.stats.observe_plain(len(new))
-        return new
-    num_left = request.max_tokens - request.num_output_tokens + len(new)
-    for token_ids, accepted in zip(sampled, num_accepted, strict=True):
-        if token_ids:
-            _count(request, min(num_drafts, num_left - 1), accepted, len(token_ids))
-            num_left -= len(token_ids)
+    elif num_left > num_drafts:  # there was room for all drafts
+        num_steps = len(num_sampled) - num_sampled.count(0)
+        request.stats.observe_steps(num_drafts, num_accepted[:num_steps], len(new))
+    else:
+        num_left += len(new)
+        for kept, accepted in zip(num_sampled, num_accepted, strict=True):
+            if kept:
+                _count(request, min(num_drafts, num_left - 1), accepted, kept)
+                num_left -= kept
     return new
 
 
-def _take_one_by_one(request: Request, num_drafts: int, sampled: list[list[int]], num_accepted: list[int]) -> list[int]:
+def _take_one_by_one(
+    request: Request, num_drafts: int, new: list[int], num_sampled: list[int], num_accepted: list[int]
+) -> list[int]:
     """The same, looking for the end behind every token: a stop string, or a token that could not be sampled."""
     kept: list[int] = []
-    for token_ids, accepted in zip(sampled, num_accepted, strict=True):
-        if token_ids and request.finish_reason is None:
+    start = 0
+    for num, accepted in zip(num_sampled, num_accepted, strict=True):
+        if num and request.finish_reason is None:
             num_left = request.max_tokens - request.num_output_tokens
-            new = _append(request, token_ids)
-            _count(request, min(num_drafts, num_left - 1), min(accepted, len(new)), len(new))
-            kept += new
+            taken = _append(request, new[start : start + num])
+            _count(request, min(num_drafts, num_left - 1), min(accepted, len(taken)), len(taken))
+            kept += taken
+            start += num
     return kept
 
 

@@ -8,7 +8,7 @@ last one sampled. Rows that ended, and those that could take their place, wait f
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -37,8 +37,8 @@ def repeat_step(out: SchedulerOutput, requests: Sequence[Request], kv: KVBlockMa
     """
     if not out.num_decode_rows:
         return False
-    times = min(limit, 1 + max(map(_steps_left, requests)))
-    if times <= 1 or any(request.params.logprobs is not None for request in requests):
+    times = 1 + _most_steps_left(requests, limit - 1)
+    if times == 1 or any(request.params.logprobs is not None for request in requests):
         return False
     pairs = list(zip(requests, out.rows, strict=True))
     if any(row.num_draft_tokens != min(out.draft_limit, request.num_tokens_left) for request, row in pairs):
@@ -47,9 +47,20 @@ def repeat_step(out: SchedulerOutput, requests: Sequence[Request], kv: KVBlockMa
     if sum(needed) > kv.pool.num_free_blocks:
         return False
     out.times = times
-    out.rows = [_repeated(request, row, out, kv) for request, row in pairs]
     out.num_spec_tokens = max(row.num_draft_tokens for row in out.rows)
+    for request, row in pairs:
+        _advance(request, row, out, kv)
     return True
+
+
+def _most_steps_left(requests: Iterable[Request], most: int) -> int:
+    """`most`, or what `_steps_left` gives for the row that takes the most steps, if that is less."""
+    found = 0
+    for request in requests:
+        found = max(found, _steps_left(request))
+        if found >= most:
+            return most
+    return found
 
 
 def _steps_left(request: Request) -> int:
@@ -59,12 +70,12 @@ def _steps_left(request: Request) -> int:
     return math.ceil(num_left * steps / emitted if emitted else num_left) - request.num_sampling_steps_in_flight
 
 
-def _repeated(request: Request, row: ScheduledRow, out: SchedulerOutput, kv: KVBlockManager) -> ScheduledRow:
-    """The row of a step that runs so often, and the request's counts advanced over it.
+def _advance(request: Request, row: ScheduledRow, out: SchedulerOutput, kv: KVBlockManager) -> None:
+    """Advances a request's counts over the repetitions of its row, which gets the blocks for them.
 
     Like all counts of what is in flight these are bounds, and may lie beyond the row's end, where the device stops.
     """
-    num_more = (out.times - 1) * row.num_tokens
+    num_more = out.num_repeated(row)
     request.num_computed_tokens += num_more
     request.num_output_placeholders += num_more
     request.num_sampling_steps_in_flight += out.times - 1
@@ -72,9 +83,7 @@ def _repeated(request: Request, row: ScheduledRow, out: SchedulerOutput, kv: KVB
     request.spec_token_ids = [-1] * num_next
     blocks = kv.allocate_slots(request, 0, num_next)
     assert blocks is not None, "the blocks were counted before"
-    return row._replace(
-        new_blocks=row.new_blocks + blocks, num_computed_after=request.num_computed_tokens, num_repeated=num_more
-    )
+    row.new_blocks.extend(blocks)
 
 
 class _Before(NamedTuple):
@@ -116,15 +125,15 @@ class RepeatLimit:
         """The device has run dry: the time until its next results says nothing."""
         self._last = None
 
-    def round_done(self, step: SchedulerOutput, output: ModelRunnerOutput, asked: float, now: float) -> None:
-        """Takes in what a step gave, for which the host asked at one time and had it at another, in seconds."""
+    def round_done(self, step: SchedulerOutput, output: ModelRunnerOutput, waited: float, now: float) -> None:
+        """Takes in what a step gave, for which the host waited so long, and the time at which it had it; in seconds."""
         last, self._last = self._last, now
         if self.is_held or last is None or now <= last:
             return
         self._rounds += 1
         self._tokens += sum(map(len, output.sampled_token_ids))
         self._seconds += now - last
-        share = (now - asked) / (now - last)
+        share = waited / (now - last)
         if not step.num_decode_rows:
             self._waited_beside_prompts.append(share)
         elif step.times == self.limit:

@@ -256,7 +256,7 @@ class Scheduler:
     def update_from_output(self, out: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineOutput]:
         """Appends the sampled tokens up to each row's end; publishes blocks that became final."""
         outputs = []
-        times, accepted = out.times, result.num_accepted
+        times, accepted, sampled = out.times, result.num_accepted, result.num_sampled
         for b, row in enumerate(out.rows):
             request = self.requests.get(row.request_id)
             if request is None:
@@ -265,8 +265,9 @@ class Scheduler:
                 assert request.prompt_logprobs is not None
                 request.prompt_logprobs[part.first : part.first + len(part.values)] = part.values
             logprobs = result.logprobs[b] if result.logprobs is not None else []
-            at = slice(b * times, (b + 1) * times)
-            output = self._update_row(request, row, result.sampled_token_ids[at], accepted[at], logprobs)
+            token_ids, at = result.sampled_token_ids[b], slice(b * times, (b + 1) * times)
+            counts = sampled[at] if sampled is not None else [len(token_ids)]
+            output = self._update_row(request, row, out.num_repeated(row), token_ids, counts, accepted[at], logprobs)
             if output is not None:
                 outputs.append(output)
         return outputs
@@ -275,21 +276,23 @@ class Scheduler:
         self,
         request: Request,
         row: ScheduledRow,
-        sampled: list[list[int]],
+        num_repeated: int,
+        sampled: list[int],
+        num_sampled: list[int],
         num_accepted: list[int],
         logprobs: Sequence[TokenLogprob],
     ) -> EngineOutput | None:
-        """`sampled`, `num_accepted`: of each time that the step ran."""
-        assert bool(sampled[0]) == row.samples, "a row samples exactly when its inputs reach the last committed token"
+        """`num_sampled`, `num_accepted`: of each time that the step ran."""
+        assert bool(sampled) == row.samples, "a row samples exactly when its inputs reach the last committed token"
         request.num_steps_in_flight -= 1
         stale = row.epoch != request.num_preemptions
         if row.samples:
-            request.num_sampling_steps_in_flight -= len(sampled)
+            request.num_sampling_steps_in_flight -= len(num_sampled)
             if not stale:
-                num_promised = 1 + row.num_draft_tokens + row.num_repeated
-                request.num_computed_tokens -= num_promised - sum(map(len, sampled))
+                num_promised = 1 + row.num_draft_tokens + num_repeated
+                request.num_computed_tokens -= num_promised - len(sampled)
                 request.num_output_placeholders -= num_promised
-        kept = take_tokens(request, row.num_draft_tokens, sampled, num_accepted)
+        kept = take_tokens(request, row.num_draft_tokens, sampled, num_sampled, num_accepted)
         if request.finish_reason == "error":
             message = f"the model's logits are not numbers (NaN) at output token {request.num_output_tokens}"
             return self._fail(request, message)._replace(new_token_ids=kept, error_code="nan_logits")

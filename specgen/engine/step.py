@@ -32,9 +32,8 @@ class NewRow(NamedTuple):
 class ScheduledRow(NamedTuple):
     """A request's part of a step: `num_tokens` inputs, the last `num_draft_tokens` of them drafts.
 
-    `new_blocks` go into the block table from index `first_block` on. `num_computed_after` is exact for a row that does
-    not sample, else an upper bound. `epoch` tells whether the request was preempted since. `num_repeated`: tokens that
-    the step's repetitions behind the first are expected to add.
+    `new_blocks` go into the block table from index `first_block` on. `num_computed_after`, the step's first time, is
+    exact for a row that does not sample, else an upper bound. `epoch` tells whether the request was preempted since.
     """
 
     request_id: int
@@ -46,7 +45,6 @@ class ScheduledRow(NamedTuple):
     first_block: int
     epoch: int
     num_computed_after: int
-    num_repeated: int = 0
 
     @property
     def is_decode(self) -> bool:
@@ -75,9 +73,18 @@ class SchedulerOutput:
         """Its rows if all of them only decode, else 0."""
         return len(self.rows) if all(row.is_decode for row in self.rows) else 0
 
+    def num_repeated(self, row: ScheduledRow) -> int:
+        """Tokens that the times behind the first are expected to add to a row."""
+        return (self.times - 1) * row.num_tokens
+
+    @property
+    def max_computed_after(self) -> int:
+        """Upper bound of any row's computed tokens after the step."""
+        return max(row.num_computed_after + self.num_repeated(row) for row in self.rows)
+
     @property
     def num_tokens(self) -> int:
-        """Input tokens of the step."""
+        """Input tokens of the step, each time."""
         return sum(row.num_tokens for row in self.rows)
 
 
@@ -91,9 +98,10 @@ class PromptLogprobs(NamedTuple):
 class ModelRunnerOutput(NamedTuple):
     """What a step sampled: for each row, in order, its committed token ids ([] for an unfinished prefill).
 
-    A row's ids stop where it ends by an end id or its length; one that ended in an earlier step has none.
-    `NAN_TOKEN` stands for a token that could not be sampled. num_accepted: how many of each row's ids were drafts.
-    Of a step that ran several times, both have the first row's entry of each time, then the second row's.
+    A row's ids, of all times that the step ran, stop where it ends by an end id or its length; one that ended in an
+    earlier step has none. `NAN_TOKEN` stands for a token that could not be sampled. num_accepted: how many of them were
+    drafts, num_sampled: how many there are; of a step that ran several times, of the first row at each time, then of
+    the second. num_sampled is None if the step ran once.
 
     logprobs: those of each row's tokens, [] for a row that wants none; None if no row does. prompt_logprobs: by the
     index of the row.
@@ -101,5 +109,6 @@ class ModelRunnerOutput(NamedTuple):
 
     sampled_token_ids: list[list[int]]
     num_accepted: list[int]
+    num_sampled: list[int] | None = None
     logprobs: list[list[TokenLogprob]] | None = None
     prompt_logprobs: Mapping[int, PromptLogprobs] = MappingProxyType({})

@@ -3,7 +3,8 @@
 A step fits a graph when every row feeds its last token and drafts. Rows are padded to a ladder of batch sizes with slot
 -1, which every kernel skips; each row to the same number of drafts, K, with -1, which is never accepted. The graph's
 only inputs are which slot each row is and how many drafts count; everything else is on the device already. Graphs are
-captured when a size is first used, for its K, the processors that its rows need and the length of the longest.
+captured for a size, its K, the processors that its rows need and the length of the longest, when it is first used; or,
+if there is one for up to twice as many rows, when a capture has become worth it.
 """
 
 from __future__ import annotations
@@ -27,17 +28,18 @@ from specgen.worker.states import RequestStates, to_device
 
 logger = logging.getLogger(__name__)
 
+_MOST_PADDED = 2  # times as many rows that a step may run with, before one of its own size is captured
+_CAPTURE_STEPS = 16  # decode steps that take about as long as a capture: that much is spent on padded rows before it
 _SHORTEST = 1024  # tokens; graphs differ in the longest sequence they can hold, by powers of two from here
 
 Result = TypeVar("Result")
 
 
 class StepTokens(NamedTuple):
-    """What a step gives: `sampled [B, most drafts + 1] int64`, `num_sampled [B] int32`; if any row wants
-    log-probabilities, the token `[N] int64` of each logits row with them."""
+    """What a step gives: `packed [B, most drafts + 2] int64`, see `pack_tokens`; if any row wants log-probabilities,
+    the token `[N] int64` of each logits row with them."""
 
-    sampled: torch.Tensor
-    num_sampled: torch.Tensor
+    packed: torch.Tensor
     judged: tuple[torch.Tensor, Logprobs] | None = None
 
     def first(self, num_rows: int, num_drafts: int) -> StepTokens:
@@ -45,7 +47,7 @@ class StepTokens(NamedTuple):
         judged, num_logits = self.judged, num_rows * (num_drafts + 1)
         if judged is not None:
             judged = judged[0][:num_logits], Logprobs(*(tensor[:num_logits] for tensor in judged[1]))
-        return StepTokens(self.sampled[:num_rows], self.num_sampled[:num_rows], judged)
+        return StepTokens(self.packed[:num_rows], judged)
 
 
 RunStep = Callable[[InputBatch, int], StepTokens]
@@ -115,6 +117,15 @@ class _Layout(NamedTuple):
     spec_start: torch.Tensor
 
 
+class _Key(NamedTuple):
+    """What a graph is captured for."""
+
+    size: int
+    num_drafts: int
+    max_seq_len: int
+    needs: ProcessorNeeds
+
+
 class _Graph(NamedTuple):
     graph: torch.cuda.CUDAGraph
     inputs: torch.Tensor
@@ -150,8 +161,10 @@ class DecodeGraphs:
         self._sizes = batch_sizes(max_num_seqs)
         self._block_size = block_size
         self._max_seq_len = states.block_tables.shape[1] * block_size
-        self._graphs: dict[tuple[int, int, int, ProcessorNeeds], _Graph] = {}
+        self._graphs: dict[_Key, _Graph] = {}
         self._memory = memory
+        self._last_padded: _Key | None = None
+        self._padded_rows = 0  # of the steps since another key was asked for
         self.capture_seconds = 0.0
 
     @property
@@ -159,20 +172,36 @@ class DecodeGraphs:
         """Graphs so far, which took `capture_seconds`."""
         return len(self._graphs)
 
-    def ready(self, rows: list[ScheduledRow], num_drafts: int, needs: ProcessorNeeds) -> ReadyGraph:
-        """The step of `rows`, all of which only decode, with room for so many drafts before and after it."""
+    def ready(self, rows: list[ScheduledRow], longest: int, num_drafts: int, needs: ProcessorNeeds) -> ReadyGraph:
+        """The step of `rows`, all of which only decode, with room for so many drafts before and after it.
+
+        No row has more than `longest` tokens behind it, drafts for the next step left out.
+        """
         size = next(s for s in self._sizes if s >= len(rows))
-        longest = max(row.num_computed_after for row in rows) + num_drafts
-        max_seq_len = rounded_seq_len(longest, self._max_seq_len)
-        key = (size, num_drafts, max_seq_len, needs)
-        if key not in self._graphs:
-            self._graphs[key] = self._capture(*key)
-        captured = self._graphs[key]
-        inputs = np.full((2, size), -1, dtype=np.int32)
+        max_seq_len = rounded_seq_len(longest + num_drafts, self._max_seq_len)
+        captured = self._captured(_Key(size, num_drafts, max_seq_len, needs))
+        inputs = np.full(captured.inputs.shape, -1, dtype=np.int32)
         inputs[0, : len(rows)] = [row.slot for row in rows]
         inputs[1, : len(rows)] = [row.num_draft_tokens for row in rows]
         captured.inputs.copy_(to_device(inputs, self._states.device))
         return ReadyGraph(captured.graph, captured.tokens.first(len(rows), num_drafts))
+
+    def _captured(self, key: _Key) -> _Graph:
+        """The graph for a key; while few steps in a row have asked for it, one of more rows if there is one.
+
+        At a run's end, where rows become fewer with every step, a graph for each size would be used a few times.
+        """
+        if key in self._graphs:
+            return self._graphs[key]
+        if key != self._last_padded:
+            self._last_padded, self._padded_rows = key, 0
+        more = (key._replace(size=s) for s in self._sizes if key.size < s <= _MOST_PADDED * key.size)
+        larger = next((other for other in more if other in self._graphs), None)
+        if larger is not None and self._padded_rows < _CAPTURE_STEPS * key.size:
+            self._padded_rows += larger.size - key.size
+            return self._graphs[larger]
+        self._graphs[key] = self._capture(*key)
+        return self._graphs[key]
 
     def run_largest(self, num_drafts: int, needs: ProcessorNeeds) -> None:
         """Runs the step that is captured for the most and the longest rows, without capturing it."""

@@ -151,13 +151,13 @@ class ModelRunner:
         if self.graphs is not None and decode_rows:
             num_drafts = max(step.draft_limit, *(row.num_draft_tokens for row in step.rows))
             self.timer.begin("graph")
-            launched = LaunchedStep(step, self.graphs.ready(step.rows, num_drafts, needs), num_drafts)
-            launched.graph.run()
+            graph = self.graphs.ready(step.rows, step.max_computed_after, num_drafts, needs)
+            launched = LaunchedStep(step, graph, num_drafts)
+            graph.run()
             self.timer.end()
             return launched
         self.timer.begin("target")
-        longest = max(row.num_computed_after for row in step.rows)
-        max_seq_len = min(longest, self.max_model_len) + self.num_speculative_tokens
+        max_seq_len = min(step.max_computed_after, self.max_model_len) + self.num_speculative_tokens
         batch = build_batch(step.rows, self.states, max_seq_len, self.kv_caches.shape[2], needs, self.rewinds)
         forward = self._forward if self.forward_graphs is None else self.forward_graphs.run
         hidden = forward(batch.input_ids, batch.context)
@@ -173,9 +173,13 @@ class ModelRunner:
         assert state is not None, "execute_model comes first"
         packed, judged, prompts = self._end(state)
         if state.step.times == 1:
-            return SampledStep(packed, judged, prompts)
-        all_packed = [packed, *(self._end(self._again(state))[0] for _ in range(state.step.times - 1))]
-        return SampledStep(torch.stack(all_packed, dim=1).flatten(0, 1))
+            return SampledStep(packed.unsqueeze(1), judged, prompts)
+        num_rows, width = packed.shape
+        all_packed = packed.new_empty(num_rows, state.step.times, width)
+        all_packed[:, 0] = packed
+        for time in range(1, state.step.times):
+            all_packed[:, time] = self._end(self._again(state))[0]
+        return SampledStep(all_packed)
 
     def _again(self, state: ForwardStep | LaunchedStep) -> ForwardStep | LaunchedStep:
         """Starts the step once more: all that it needs of the host is in place already."""
@@ -199,7 +203,7 @@ class ModelRunner:
         if isinstance(state, LaunchedStep):
             rows, tokens = state.step.rows, state.graph.tokens
             judged = self._sampled_logprobs(tokens.judged, rows, [state.num_drafts + 1] * len(rows))
-            return pack_tokens(tokens.sampled, tokens.num_sampled), judged, ()
+            return tokens.packed, judged, ()
         self.timer.begin("sampling")
         sampled, num_sampled, num_rejected = self._verify(state.batch, state.hidden)
         packed, (judged, prompts) = pack_tokens(sampled, num_sampled), self._logprobs_of(state)
@@ -237,8 +241,9 @@ class ModelRunner:
         self.timer.mark_captured("draft")
         if self.drafter is not None:
             self.drafter.propose(batch, hidden, num_sampled, num_rejected, num_drafts)
+        packed = pack_tokens(sampled, num_sampled)
         self.timer.mark_captured("")
-        return StepTokens(sampled, num_sampled, self._take_judged())
+        return StepTokens(packed, self._take_judged())
 
     def _verify(self, batch: InputBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Samples, compares with the drafts, updates the state; `sampled`, `num_sampled`, `num_rejected`.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from specgen.engine.step import ModelRunnerOutput
@@ -24,7 +27,7 @@ class SampledStep:
         logprobs: SampledLogprobs | None = None,
         prompt_parts: Sequence[PromptPart] = (),
     ) -> None:
-        """`packed [entries, K+2] int64`: rows of `pack_tokens`, in the order of the step's output; starts the copy."""
+        """`packed [B, times, K+2] int64`: rows of `pack_tokens`, of each time that the step ran; starts the copy."""
         self._logprobs = logprobs
         self._prompt_parts = prompt_parts
         self._event: torch.cuda.Event | None = None
@@ -34,23 +37,36 @@ class SampledStep:
             self._event = torch.cuda.Event()
             self._event.record()
         else:
-            self._packed = packed
+            self._packed = packed.clone()
+
+    def wait(self) -> float:
+        """Waits for the copy; seconds, 0 if it was there."""
+        if self._event is None or self._event.query():
+            return 0.0
+        start = time.perf_counter()
+        self._event.synchronize()
+        return time.perf_counter() - start
 
     def get(self) -> ModelRunnerOutput:
         """Waits for the copy; a list of ids a row."""
-        if self._event is not None:
-            self._event.synchronize()
-        token_ids, num_accepted, most = [], [], self._packed.shape[1] - 1
-        for row in self._packed.tolist():
-            num_sampled = row[0]
-            token_ids.append(row[1 : num_sampled + 1])
-            # the last one is a draft too if the row ended with it and was sampled beyond
-            is_cut = 0 < num_sampled < most and row[num_sampled + 1] != -1
-            num_accepted.append(num_sampled if is_cut else max(0, num_sampled - 1))
+        self.wait()
+        packed = self._packed.numpy()
+        num_sampled, ids, most = packed[..., 0], packed[..., 1:], packed.shape[-1] - 1
+        kept = np.arange(most) < num_sampled[..., None]
+        ends = np.cumsum(num_sampled.sum(axis=1)).tolist()
+        flat = ids[kept].tolist()
+        token_ids = [flat[start:end] for start, end in itertools.pairwise([0, *ends])]
+        # the last one is a draft too if the row ended with it and was sampled beyond
+        behind = np.take_along_axis(ids, np.minimum(num_sampled, most - 1)[..., None], axis=-1)[..., 0]
+        is_cut = (num_sampled > 0) & (num_sampled < most) & (behind != -1)
+        num_accepted = np.maximum(num_sampled - ~is_cut, 0).ravel().tolist()
+        if packed.shape[1] > 1:
+            return ModelRunnerOutput(token_ids, num_accepted, num_sampled.ravel().tolist())
+        output = ModelRunnerOutput(token_ids, num_accepted)
         if self._logprobs is None and not self._prompt_parts:
-            return ModelRunnerOutput(token_ids, num_accepted)
+            return output
         logprobs = None
         if self._logprobs is not None:
             logprobs = [self._logprobs.of(b, len(row_ids)) for b, row_ids in enumerate(token_ids)]
         prompt_logprobs = {part.row: part.get() for part in self._prompt_parts}
-        return ModelRunnerOutput(token_ids, num_accepted, logprobs, prompt_logprobs)
+        return output._replace(logprobs=logprobs, prompt_logprobs=prompt_logprobs)

@@ -6,6 +6,7 @@ table when blocks are added. Row R (one past the last slot) belongs to nobody: p
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -142,8 +143,9 @@ class RequestStates:
         self.draft_tokens.index_fill_(0, slots, -1)
         self.block_tables.index_fill_(0, slots, NULL_BLOCK)
         self._add_ends(rows)
+        self._add_token_ids(rows)
         for row in rows:
-            self._add_tokens(row)
+            self._add_params(row)
 
     def _add_ends(self, rows: list[NewRow]) -> None:
         """Enters the ids that end a row; most rows end alike."""
@@ -154,9 +156,17 @@ class RequestStates:
             mask = to_device(id_mask_of(ids, self.vocab_size), self.device)
             self.end_mask[to_device(np.array(slots, dtype=np.int64), self.device)] = mask
 
-    def _add_tokens(self, row: NewRow) -> None:
-        slot, p, ids = row.slot, row.params, np.asarray(row.token_ids, dtype=np.int32)
-        self.token_ids[slot, : len(ids)] = to_device(ids, self.device)
+    def _add_token_ids(self, rows: list[NewRow]) -> None:
+        """Enters the rows' tokens; behind them stays what the last owner had."""
+        lengths = np.array([len(row.token_ids) for row in rows])
+        starts = np.array([row.slot for row in rows]) * self.token_ids.shape[1] - np.cumsum(lengths) + lengths
+        places = np.repeat(starts, lengths) + np.arange(lengths.sum())
+        flat = np.fromiter(itertools.chain.from_iterable(row.token_ids for row in rows), np.int64, len(places))
+        at, ids = to_device(np.stack([places, flat]), self.device)
+        self.token_ids.view(-1).index_copy_(0, at, ids.to(torch.int32))
+
+    def _add_params(self, row: NewRow) -> None:
+        slot, p = row.slot, row.params
         self.has_penalty[slot] = p.repetition_penalty != 1 or p.frequency_penalty != 0 or p.presence_penalty != 0
         self.has_filter[slot] = p.temperature > 0 and (0 < p.top_k < self.vocab_size or p.top_p < 1)
         self.has_min_p[slot] = p.temperature > 0 and p.min_p > 0
@@ -173,6 +183,7 @@ class RequestStates:
         if self.has_rules[slot]:
             self._add_rules(slot, p)
         if self.has_penalty[slot]:
+            ids = np.asarray(row.token_ids, dtype=np.int32)
             prompt, output = ids[: row.num_prompt_tokens], ids[row.num_prompt_tokens :]
             self.prompt_mask[slot] = to_device(id_mask_of(prompt, self.vocab_size), self.device)
             output_counts = np.bincount(output, minlength=self.vocab_size).astype(np.int32)

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -32,10 +33,18 @@ def add(s: Scheduler, request_id: int, num_prompt: int = 6, **params: object) ->
     assert s.add_request(EngineRequest(request_id, list(range(10, 10 + num_prompt)), sampling, seed=0)) is None
 
 
+def result(rows: list[list[list[int]]]) -> ModelRunnerOutput:
+    """What the step sampled: for each row a list each time; all but the last token of each are drafts."""
+    times = list(chain.from_iterable(rows))
+    num_accepted = [max(0, len(ids) - 1) for ids in times]
+    return ModelRunnerOutput(
+        [list(chain.from_iterable(row)) for row in rows], num_accepted, [len(ids) for ids in times]
+    )
+
+
 def sampled(out: SchedulerOutput, ids: list[list[int]]) -> ModelRunnerOutput:
     """Every row samples `ids`, one list each time."""
-    entries = ids[: out.times] * len(out.rows)
-    return ModelRunnerOutput(entries, [max(0, len(tokens) - 1) for tokens in entries])
+    return result([ids[: out.times]] * len(out.rows))
 
 
 def prompt_step(s: Scheduler, token: int = 30) -> None:
@@ -52,9 +61,10 @@ def test_a_step_runs_as_often_as_it_may_and_its_tokens_come_at_once() -> None:
     add(s, 1)
     prompt_step(s)
     out = s.schedule()
-    assert (out.times, [row.num_computed_after for row in out.rows], out.num_tokens) == (4, [10, 10], 2)
+    assert (out.times, [row.num_computed_after for row in out.rows], out.num_tokens) == (4, [7, 7], 2)
+    assert [out.num_repeated(row) for row in out.rows] == [3, 3] and out.max_computed_after == 10
     ahead = s.schedule()  # asynchronous: before the first one is read
-    assert (ahead.times, [row.num_computed_after for row in ahead.rows]) == (4, [14, 14])
+    assert (ahead.times, ahead.max_computed_after) == (4, 14)
     outputs = s.update_from_output(out, sampled(out, [[31], [32], [33], [34]]))
     s.check()
     assert [output.new_token_ids for output in outputs] == [[31, 32, 33, 34]] * 2
@@ -68,13 +78,8 @@ def test_rejected_drafts_of_every_time_are_taken_back() -> None:
     prompt_step(s)
     out = s.schedule()
     row = out.rows[0]
-    assert (out.times, row.num_tokens, row.num_draft_tokens, row.num_repeated, row.num_computed_after) == (
-        4,
-        3,
-        2,
-        9,
-        18,
-    )
+    assert (out.times, row.num_tokens, row.num_draft_tokens) == (4, 3, 2)
+    assert (out.num_repeated(row), out.max_computed_after) == (9, 18)
     s.update_from_output(out, sampled(out, [[31], [32, 33], [34, 35, 36], [37]]))
     s.check()
     request = s.running[0]
@@ -102,8 +107,8 @@ def test_never_more_often_than_the_longest_row_needs_nor_beyond_a_rows_room() ->
     add(s, 1, max_tokens=4)
     prompt_step(s)
     out = s.schedule()
-    assert (out.times, [row.num_computed_after for row in out.rows]) == (3, [9, 9])
-    outputs = s.update_from_output(out, ModelRunnerOutput([[31], [32], [], [31], [32], [33]], [0] * 6))
+    assert (out.times, out.max_computed_after) == (3, 9)
+    outputs = s.update_from_output(out, result([[[31], [32], []], [[31], [32], [33]]]))
     assert [(len(output.new_token_ids), output.finish_reason) for output in outputs] == [(2, "length"), (3, "length")]
     s.check()
 
@@ -191,8 +196,8 @@ class Watching(RepeatLimit):
     def restart(self) -> None:
         self.num_restarts.append(len(self.told))
 
-    def round_done(self, step: SchedulerOutput, output: ModelRunnerOutput, asked: float, now: float) -> None:
-        self.told.append((step, output, asked, now))
+    def round_done(self, step: SchedulerOutput, output: ModelRunnerOutput, waited: float, now: float) -> None:
+        self.told.append((step, output, waited, now))
         self.limit = 1 + len(self.told) % 3
 
 
@@ -205,9 +210,10 @@ def test_the_loop_tells_of_every_round_and_keeps_to_the_limit(tmp_path: Path) ->
     assert watching.num_restarts[0] == 0 and len(watching.num_restarts) == 2, "once for each time it was idle"
     assert sum(step.times for step, *_ in watching.told) == harness.core.num_steps
     assert {step.times for step, *_ in watching.told} == {1, 2, 3}
-    for step, output, asked, now in watching.told:
-        assert len(output.sampled_token_ids) == len(step.rows) * step.times
-        assert asked <= now
+    for step, output, waited, _ in watching.told:
+        assert len(output.sampled_token_ids) == len(step.rows)
+        assert len(output.num_accepted) == len(step.rows) * step.times
+        assert waited == 0, "a CPU's step is done when it is launched"
     assert harness.scheduler.repeat_limit == watching.limit
 
 
@@ -217,8 +223,8 @@ def feed(limit: RepeatLimit, waited: list[float], num_tokens: int = 100, beside_
         rows = [ScheduledRow(0, 0, 9 if beside_prompts else 1, 0, True, [], 0, 0, 9)]
         times = 1 if beside_prompts else limit.limit
         now = (limit._last or 0.0) + 1.0
-        output = ModelRunnerOutput([[7] * num_tokens] * times, [0] * times)
-        limit.round_done(SchedulerOutput(rows=rows, times=times), output, now - share, now)
+        output = result([[[7] * num_tokens] * times])
+        limit.round_done(SchedulerOutput(rows=rows, times=times), output, share, now)
 
 
 def begun() -> RepeatLimit:
@@ -281,7 +287,7 @@ def test_steps_that_could_not_run_so_often_say_nothing_and_end_a_trial_in_time()
         assert limit.limit == 4, number
         assert limit._last is not None
         now = limit._last + 1.0
-        limit.round_done(SchedulerOutput(rows=rows, times=1), ModelRunnerOutput([[7]], [0]), now - 0.9, now)
+        limit.round_done(SchedulerOutput(rows=rows, times=1), ModelRunnerOutput([[7]], [0]), 0.9, now)
     assert limit.limit == 1
     feed(limit, [0.0] * 16, num_tokens=1000)
     assert limit.limit == 4
@@ -366,8 +372,8 @@ class Machine:
             if len(self.flight) > 1:
                 step, end = self.flight.pop(0)
                 asked, self.now = self.now, max(self.now, end)
-                ids = [[7] if i >= lost * (step.times - 1) else [] for i in range(step.times)] * 2
-                self.limit.round_done(step, ModelRunnerOutput(ids, [0] * len(ids)), asked, self.now)
+                ids = [[7] if i >= lost * (step.times - 1) else [] for i in range(step.times)]
+                self.limit.round_done(step, result([ids] * 2), self.now - asked, self.now)
         return busy / (self.now - start)
 
 
@@ -456,9 +462,8 @@ def refill(limit: RepeatLimit, device: float) -> float:
         asked, now = now, max(now, end)
         rows = [(s.requests.get(row.request_id), row.samples) for row in out.rows]
         left = [r.max_tokens - r.num_output_tokens if r is not None and samples else 0 for r, samples in rows]
-        ids = [[7] if i < num_left else [] for num_left in left for i in range(out.times)]
-        output = ModelRunnerOutput(ids, [0] * len(ids))
-        limit.round_done(out, output, asked, now)
+        output = result([[[7] if i < num_left else [] for i in range(out.times)] for num_left in left])
+        limit.round_done(out, output, now - asked, now)
         s.repeat_limit = limit.limit
         s.update_from_output(out, output)
     return busy / now

@@ -42,6 +42,9 @@ class Sampled:
     tokens: list[list[int]]
     num_accepted: list[int]
 
+    def wait(self) -> float:
+        return 0.0
+
     def get(self) -> ModelRunnerOutput:
         return ModelRunnerOutput(self.tokens, self.num_accepted)
 

@@ -11,11 +11,13 @@ import torch
 from harness import Harness, Repeating, Result, Row
 from tiny import write_checkpoint
 
+from specgen.engine.step import ScheduledRow
 from specgen.models.context import AttentionContext
 from specgen.sampling_params import SamplingParams
 from specgen.worker import forward_graphs, graphs
 from specgen.worker.forward_graphs import token_counts
 from specgen.worker.graphs import batch_sizes, rounded_seq_len
+from specgen.worker.processor_needs import ProcessorNeeds
 
 ROWS = 24
 
@@ -87,9 +89,39 @@ def test_captured_steps_of_padded_rows_and_tokens_change_nothing(k: int, tmp_pat
     runner.use_graphs(7, 48, 0)
     assert runner.graphs is not None and runner.forward_graphs is not None
     assert ids(harness.run(rows)) == want
-    assert runner.graphs.num_captured > 2 and runner.forward_graphs.num_captured >= 1
+    assert runner.graphs.num_captured >= 2 and runner.forward_graphs.num_captured >= 1
     assert len(captured) == runner.graphs.num_captured + runner.forward_graphs.num_captured
     assert sum(graph.num_replays for graph in captured) > 2 * len(captured)
+
+
+def test_a_size_gets_a_graph_when_it_has_none_near_it_or_is_asked_for_often_enough(
+    tmp_path: Path, captured: list[Again]
+) -> None:
+    harness = Harness(write_checkpoint(tmp_path), k=0, max_num_seqs=16)
+    harness.worker.runner.use_graphs(16, 48, 0)
+    decode = harness.worker.runner.graphs
+    assert decode is not None and batch_sizes(16) == [1, 2, 4, 8, 10, 12, 14, 16]
+    greedy = ProcessorNeeds(False, False, noise=False)
+
+    def graph_size(num_rows: int, needs: ProcessorNeeds = greedy) -> int:
+        rows = [ScheduledRow(i, i, 1, 0, True, [], 0, 0, 9) for i in range(num_rows)]
+        ready = decode.ready(rows, 9, 0, needs)
+        assert len(ready.tokens.packed) == num_rows
+        return next(g.inputs.shape[1] for g in decode._graphs.values() if g.graph is ready.graph)
+
+    assert graph_size(16) == 16
+    # 6 rows more than 10 each time: with the 27th they come to 16 steps of 10
+    assert [graph_size(9) for _ in range(28)] == [16] * 27 + [10]
+    assert [graph_size(n) for n in (11, 13, 12, 14)] == [16] * 4
+    assert graph_size(5) == 10, "the smallest there is"
+    assert graph_size(4) == 4, "10 is more than twice as many"
+    assert graph_size(3) == graph_size(2) == 4
+    assert graph_size(9, needs=greedy._replace(noise=True)) == 10, "the graph for 16 lacks what these rows need"
+    assert len(captured) == decode.num_captured == 4
+    for _ in range(3):  # another size in between, and the count begins anew
+        assert [graph_size(11) for _ in range(40)] == [16] * 40
+        assert graph_size(13) == 16
+    assert [graph_size(11) for _ in range(49)][-1] == 12
 
 
 @pytest.mark.parametrize("k", [0, 2])
