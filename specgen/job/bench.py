@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from specgen.engine.request import EngineRequest
-from specgen.job.bench_figures import NO_MACHINE, EngineStart, Machine
+from specgen.job.bench_figures import NO_MACHINE, EngineStart, Machine, Shape
 from specgen.job.bench_result import BenchResult, Case, Side
 from specgen.job.passes import BenchEngine, drain, timed, traced, without_prompts
 from specgen.job.peer import PeerResult
@@ -201,7 +201,7 @@ class _Bench:
             self._on_note(f"round {number + 1} of {plan.num_rounds}, {name}")
             side.rounds.append(timed(engine, requests))
         if plan.num_rounds - 1 in numbers:
-            if workload.shape is not None and not side.has_steps_of(workload.shape.rows, _FEW_STEPS):
+            if workload.shape is not None and not side.has_steps_of(_at_once(engine, workload.shape), _FEW_STEPS):
                 self._on_note(f"decoding alone, {name}: prompts and answers overlapped all the time")
                 side.alone = timed(engine, without_prompts(requests))
             rows = side.steady_rows
@@ -215,7 +215,10 @@ class _Bench:
 
     def _warn_of_kv(self, engine: BenchEngine, workload: Workload) -> None:
         there, shape = engine.description.get("kv_tokens"), workload.shape
-        if shape is None or not isinstance(there, int) or shape.num_tokens <= there:
+        if shape is None or not isinstance(there, int):
+            return
+        shape = shape._replace(rows=_at_once(engine, shape))
+        if shape.num_tokens <= there:
             return
         self._on_note(f"{shape} is {shape.num_tokens:,} tokens and the KV pool holds {there:,}: rows will wait")
 
@@ -264,6 +267,12 @@ class _Bench:
                 side.idle, side.traced = idle(events), summarize(traced_steps(events))
             else:
                 self._on_note(f"no trace, {name}: its rows did not decode together for long enough")
+
+
+def _at_once(engine: BenchEngine, shape: Shape) -> int:
+    """Rows of the shape that are worked on at once: of more than the engine takes, the others come after them."""
+    most = engine.description.get("max_num_seqs")
+    return min(shape.rows, most) if isinstance(most, int) else shape.rows
 
 
 def _named(workload: Workload) -> str:

@@ -19,7 +19,7 @@ BENCH_PARTS = ("total", "graph", "target", "sampling", "draft")
 
 
 class Shape(NamedTuple):
-    """Rows at once, tokens of each prompt, tokens of each answer."""
+    """Rows, all at once unless the engine takes fewer, tokens of each prompt, tokens of each answer."""
 
     rows: int
     prompt_tokens: int

@@ -209,6 +209,29 @@ def test_skipped_prompts_are_never_read_and_their_tokens_mean_nothing(workplace:
     assert "4x7x3 is 40 tokens and the KV pool holds 20: rows will wait" in told
 
 
+@pytest.mark.parametrize(("at_once", "alone"), [(2, False), (None, True)])
+def test_of_more_rows_than_the_engine_takes_the_steps_are_those_of_as_many(
+    workplace: Any, fake_engine: Any, at_once: int | None, alone: bool
+) -> None:
+    class TwoAtOnce(fake_engine):  # type: ignore[misc]
+        def decode_times(self) -> dict[int, DecodeTimes]:
+            steps = 100 * len(self.requests)
+            return {2: DecodeTimes(steps, 0.01 * steps, steps, 0.01 * steps)}
+
+    def make_engine(side: Candidate) -> Any:
+        made = TwoAtOnce()
+        made.description["kv_tokens"] = 30
+        if at_once is not None:
+            made.description["max_num_seqs"] = at_once
+        return made
+
+    told: list[str] = []
+    plan = BenchPlan([Candidate(workplace.recipe())], [shape_workload(Shape(4, 7, 3))], num_rounds=1)
+    run_bench(plan, make_engine, on_note=told.append)
+    assert any("decoding alone" in note for note in told) == alone
+    assert any("rows will wait" in note for note in told) == alone
+
+
 def test_different_tokens_are_found(workplace: Any, fake_engine: Any) -> None:
     def make_engine(side: Candidate) -> Any:
         def script(request: EngineRequest) -> tuple[list[int], str]:
