@@ -1,14 +1,17 @@
 """The target's forward as a CUDA graph, for steps that hold parts of prompts: hundreds of launches become one.
 
 Such a step has any number of tokens and rows. Tokens are padded to a ladder of counts, rows to the most there can be:
-padded tokens belong to no row and write no KV; what comes of them is cut off. Graphs are captured when a count is first
-used. What follows the target runs without a graph, while the device is busy with this one.
+padded tokens belong to no row and write no KV; what comes of them is cut off. They are computed all the same, so that
+the ladder is narrow, and steps of more tokens than its end, which keep the device busy for longer than their launches
+take, run without a graph at nearly their own size. So do the first steps of each count. What follows the target runs
+without a graph in any case, while the device is busy with the target.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
@@ -16,33 +19,62 @@ from typing import NamedTuple
 import torch
 
 from specgen.models.context import AttentionContext
-from specgen.worker.graphs import GraphMemory, capture, rounded_seq_len
+from specgen.worker.graphs import GraphMemory, capture, rounded_seq_len, run_once
 
 logger = logging.getLogger(__name__)
+
+_SMALLEST = 256  # tokens
+_MOST_CAPTURED = 4096
+_GRAIN = 128  # what more tokens than that are padded to a multiple of
+_BEFORE_CAPTURE = 2  # steps of a count that run without a graph: most counts beside the usual ones are met once
 
 Forward = Callable[[torch.Tensor, AttentionContext], torch.Tensor]
 
 
 def token_counts(max_num_tokens: int) -> list[int]:
-    """The ladder: 256, then steps of a third or a half, up to `max_num_tokens`."""
-    counts, size = [], 256
-    while size < max_num_tokens:
-        counts += [size, size * 3 // 2]
+    """The ladder: 256, then steps of a quarter, from 1,024 on of an eighth, up to `max_num_tokens` or 4,096."""
+    counts, size, most = [], _SMALLEST, min(max_num_tokens, _MOST_CAPTURED)
+    while size < most:
+        counts += range(size, 2 * size, size // (4 if size < 1024 else 8))
         size *= 2
-    return [*(count for count in counts if count < max_num_tokens), max_num_tokens]
+    return [*(count for count in counts if count < most), most]
 
 
 class _Inputs(NamedTuple):
-    """What a captured forward reads, at first a step of padding."""
+    """What forwards read, at first a step of padding."""
 
     input_ids: torch.Tensor
     context: AttentionContext
 
+    def first(self, num_tokens: int, max_seq_len: int) -> _Inputs:
+        """Of the first tokens only, none of whose rows is longer."""
+        context = self.context._replace(
+            positions=self.context.positions[:num_tokens],
+            slot_mapping=self.context.slot_mapping[:num_tokens],
+            max_query_len=num_tokens,
+            max_seq_len=max_seq_len,
+        )
+        return _Inputs(self.input_ids[:num_tokens], context)
 
-class _Graph(NamedTuple):
-    graph: torch.cuda.CUDAGraph
-    inputs: _Inputs
-    hidden: torch.Tensor
+    def fill(self, input_ids: torch.Tensor, context: AttentionContext) -> None:
+        """Puts a step in, of at most as many tokens and rows, behind which is padding."""
+        num_tokens, num_rows, own = len(input_ids), len(context.idx_mapping), self.context
+        self.input_ids[:num_tokens] = input_ids
+        own.positions[:num_tokens] = context.positions
+        own.slot_mapping[:num_tokens] = context.slot_mapping
+        own.slot_mapping[num_tokens:] = -1
+        own.query_start_loc[: num_rows + 1] = context.query_start_loc
+        own.query_start_loc[num_rows + 1 :] = num_tokens
+        own.seq_lens[:num_rows] = context.seq_lens
+        own.idx_mapping[:num_rows] = context.idx_mapping
+        own.idx_mapping[num_rows:] = -1
+
+
+class _Key(NamedTuple):
+    """What a graph is captured for."""
+
+    num_tokens: int
+    max_seq_len: int
 
 
 class ForwardGraphs:
@@ -56,10 +88,13 @@ class ForwardGraphs:
         self._forward = forward
         self._counts = token_counts(max_num_tokens)
         self._max_num_seqs = max_num_seqs
+        self._max_num_tokens = max_num_tokens
         self._max_seq_len = max_seq_len
         self._memory = memory
-        self._hidden: torch.Tensor | None = None  # what every graph gives, `[max_num_tokens, H]`
-        self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._inputs: _Inputs | None = None  # of the most tokens and rows; all forwards read the first of them
+        self._hidden: torch.Tensor | None = None  # what all forwards give, `[max_num_tokens, H]`
+        self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
+        self._num_asked: Counter[_Key] = Counter()
         self.capture_seconds = 0.0
 
     @property
@@ -69,49 +104,57 @@ class ForwardGraphs:
 
     def run(self, input_ids: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """Hidden states `[T, H]` of a step of at most the most tokens and rows; valid until the next call."""
-        num_tokens, num_rows = len(input_ids), len(context.idx_mapping)
-        count = next(count for count in self._counts if count >= num_tokens)
-        key = (count, rounded_seq_len(context.max_seq_len, self._max_seq_len))
-        if key not in self._graphs:
-            self._graphs[key] = self._capture(*key, context.block_tables)
-        captured = self._graphs[key]
-        inputs = captured.inputs.context
-        captured.inputs.input_ids[:num_tokens] = input_ids
-        inputs.positions[:num_tokens] = context.positions
-        inputs.slot_mapping[:num_tokens] = context.slot_mapping
-        inputs.slot_mapping[num_tokens:] = -1
-        inputs.query_start_loc[: num_rows + 1] = context.query_start_loc
-        inputs.query_start_loc[num_rows + 1 :] = num_tokens
-        inputs.seq_lens[:num_rows] = context.seq_lens
-        inputs.idx_mapping[:num_rows] = context.idx_mapping
-        inputs.idx_mapping[num_rows:] = -1
-        captured.graph.replay()
-        return captured.hidden[:num_tokens]
-
-    def steps_of_all_counts(self, block_tables: torch.Tensor) -> Iterator[Callable[[], object]]:
-        """The steps that are captured, from the largest down, for rows of the shortest bound."""
-        for count in reversed(self._counts):
-            inputs = self._padding(count, rounded_seq_len(1, self._max_seq_len), block_tables)
-            yield partial(self._forward, *inputs)
-
-    def _capture(self, num_tokens: int, max_seq_len: int, block_tables: torch.Tensor) -> _Graph:
-        start = time.perf_counter()
-        inputs = self._padding(num_tokens, max_seq_len, block_tables)
-
-        def run() -> torch.Tensor:
-            hidden = self._forward(*inputs)
-            if self._hidden is None:
-                self._hidden = hidden.new_empty(self._counts[-1], hidden.shape[1])
-            return self._hidden[:num_tokens].copy_(hidden)
-
+        num_tokens = len(input_ids)
+        key = _Key(self._padded(num_tokens), rounded_seq_len(context.max_seq_len, self._max_seq_len))
+        if self._inputs is None:
+            self._inputs = self._padding(self._max_num_tokens, context.block_tables)
+        inputs = self._inputs.first(*key)
+        inputs.fill(input_ids, context)
         assert self._memory is not None
-        graph, hidden = capture(run, self._memory)
+        if key not in self._graphs and not self._is_worth_it(key):
+            run_once(partial(self._run, inputs), self._memory)
+        else:
+            if key not in self._graphs:
+                self._graphs[key] = self._capture(inputs)
+            self._graphs[key].replay()
+        assert self._hidden is not None
+        return self._hidden[:num_tokens]
+
+    def steps_of_all_kinds(self, block_tables: torch.Tensor) -> Iterator[Callable[[], object]]:
+        """Steps of the most tokens and of all powers of two below, for rows of the shortest bound."""
+        inputs = self._padding(self._max_num_tokens, block_tables)
+        count = self._max_num_tokens
+        while count >= min(_SMALLEST, self._max_num_tokens):
+            yield partial(self._forward, *inputs.first(count, rounded_seq_len(1, self._max_seq_len)))
+            count = 1 << ((count - 1).bit_length() - 1)
+
+    def _padded(self, num_tokens: int) -> int:
+        """The tokens that a step of so many runs with."""
+        if num_tokens > self._counts[-1]:
+            return min(self._max_num_tokens, -(-num_tokens // _GRAIN) * _GRAIN)
+        return next(count for count in self._counts if count >= num_tokens)
+
+    def _is_worth_it(self, key: _Key) -> bool:
+        """Whether to capture what is asked for once more."""
+        self._num_asked[key] += 1
+        return key.num_tokens <= self._counts[-1] and self._num_asked[key] > _BEFORE_CAPTURE
+
+    def _run(self, inputs: _Inputs) -> None:
+        hidden = self._forward(*inputs)
+        if self._hidden is None:
+            self._hidden = hidden.new_empty(self._max_num_tokens, hidden.shape[1])
+        self._hidden[: len(hidden)].copy_(hidden)
+
+    def _capture(self, inputs: _Inputs) -> torch.cuda.CUDAGraph:
+        start = time.perf_counter()
+        assert self._memory is not None
+        graph, _ = capture(partial(self._run, inputs), self._memory)
         seconds = time.perf_counter() - start
         self.capture_seconds += seconds
-        logger.debug("captured a forward of %d tokens in %.2f s", num_tokens, seconds)
-        return _Graph(graph, inputs, hidden)
+        logger.debug("captured a forward of %d tokens in %.2f s", len(inputs.input_ids), seconds)
+        return graph
 
-    def _padding(self, num_tokens: int, max_seq_len: int, block_tables: torch.Tensor) -> _Inputs:
+    def _padding(self, num_tokens: int, block_tables: torch.Tensor) -> _Inputs:
         device, num_rows = block_tables.device, self._max_num_seqs
         context = AttentionContext(
             positions=torch.zeros(num_tokens, dtype=torch.int64, device=device),
@@ -121,6 +164,6 @@ class ForwardGraphs:
             idx_mapping=torch.full((num_rows,), -1, dtype=torch.int32, device=device),
             block_tables=block_tables,
             max_query_len=num_tokens,
-            max_seq_len=max_seq_len,
+            max_seq_len=self._max_seq_len,
         )
         return _Inputs(torch.zeros(num_tokens, dtype=torch.int64, device=device), context)

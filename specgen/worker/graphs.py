@@ -92,12 +92,18 @@ class GraphMemory:
             graph.reset()
 
 
-def capture(run: Callable[[], Result], memory: GraphMemory) -> tuple[torch.cuda.CUDAGraph, Result]:
-    """A graph of `run`, and the result that its replays fill. `run` goes once before, for kernels to be compiled."""
+def run_once(run: Callable[[], Result], memory: GraphMemory) -> Result:
+    """Runs without a graph in the graphs' memory: what comes of it is valid until the next graph runs."""
     memory.stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(memory.stream), torch.cuda.use_mem_pool(memory.pool):
-        run()
+        result = run()
     torch.cuda.current_stream().wait_stream(memory.stream)
+    return result
+
+
+def capture(run: Callable[[], Result], memory: GraphMemory) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """A graph of `run`, and the result that its replays fill. `run` goes once before, for kernels to be compiled."""
+    run_once(run, memory)
     graph = memory.new_graph()
     pool: Any = memory.pool.id
     with torch.cuda.graph(graph, pool=pool, stream=memory.stream, capture_error_mode="thread_local"):

@@ -118,10 +118,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run_all_kinds(self, max_num_seqs: int, max_num_tokens: int) -> None:
-        """Runs steps of all the sizes that are captured, none of whose rows is anybody's, without a graph."""
-        for step in self._prompt_graphs(max_num_seqs, max_num_tokens, None).steps_of_all_counts(
-            self.states.block_tables
-        ):
+        """Runs steps of all the kinds that are captured, none of whose rows is anybody's, without a graph."""
+        prompts = self._prompt_graphs(max_num_seqs, max_num_tokens, None)
+        for step in prompts.steps_of_all_kinds(self.states.block_tables):
             step()
         graphs, greedy = self._decode_graphs(max_num_seqs, None), ProcessorNeeds(False, False, noise=False)
         for step in graphs.steps_of_all_kinds(self.num_speculative_tokens, greedy._replace(noise=True)):

@@ -20,6 +20,7 @@ from specgen.worker.graphs import batch_sizes, rounded_seq_len
 from specgen.worker.processor_needs import ProcessorNeeds
 
 ROWS = 24
+LENGTHS = (18, 20, 37, 60, 19, 40, 50, 17, 33)  # of prompts
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:
@@ -53,6 +54,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[Again]:
 
     monkeypatch.setattr(graphs, "capture", capture)
     monkeypatch.setattr(forward_graphs, "capture", capture)
+    monkeypatch.setattr(forward_graphs, "run_once", lambda run, memory: run())
     monkeypatch.setattr("specgen.worker.model_runner.GraphMemory", lambda num_bytes: object())
     return all_graphs
 
@@ -92,6 +94,32 @@ def test_captured_steps_of_padded_rows_and_tokens_change_nothing(k: int, tmp_pat
     assert runner.graphs.num_captured >= 2 and runner.forward_graphs.num_captured >= 1
     assert len(captured) == runner.graphs.num_captured + runner.forward_graphs.num_captured
     assert sum(graph.num_replays for graph in captured) > 2 * len(captured)
+
+
+def test_prompts_are_captured_when_their_count_is_met_again_and_long_ones_never(
+    tmp_path: Path, captured: list[Again], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forward_graphs, "_SMALLEST", 16)
+    monkeypatch.setattr(forward_graphs, "_MOST_CAPTURED", 32)
+    monkeypatch.setattr(forward_graphs, "_GRAIN", 8)
+    folder = write_checkpoint(tmp_path)
+    rows = [Row([2 + i, *range(3, 2 + length)], SamplingParams(max_tokens=1)) for i, length in enumerate(LENGTHS)]
+    want = ids([Harness(folder, k=0, max_num_seqs=1, prefix_caching=False).run([row])[0] for row in rows])
+    harness = Harness(folder, k=2, max_num_seqs=2, budget=64, prefix_caching=False)
+    runner = harness.worker.runner
+    runner.use_graphs(2, 64, 0)
+    seen: list[int] = []
+    forward = runner.target.forward
+
+    def note(input_ids: torch.Tensor, *args: Any) -> torch.Tensor:
+        seen.append(len(input_ids))
+        return forward(input_ids, *args)
+
+    runner.target.forward = note
+    assert ids([harness.run([row])[0] for row in rows]) == want
+    # the ladder is 16, 20, 24, 28, 32; a capture runs its step once and, here, again with each replay
+    assert seen == [20, 20, 40, 64, 20, 20, 40, 56, 20, 40]
+    assert [graph.num_replays for graph in captured] == [2]
 
 
 def test_a_size_gets_a_graph_when_it_has_none_near_it_or_is_asked_for_often_enough(
@@ -163,9 +191,9 @@ def test_steps_that_only_compile_are_of_every_kind_and_nobodys(
     runner.run_all_kinds(7, 600)
     longest = seen[-1][1]
     assert longest > 32 and not captured
-    assert seen[:4] == [(600, 32), (512, 32), (384, 32), (256, 32)]
-    assert seen[4:12] == [(3 * size, bound) for bound in (32, longest) for size in (1, 2, 4, 7)]
-    assert seen[12:] == [(21, longest)], "the largest, greedy"
+    assert seen[:3] == [(600, 32), (512, 32), (256, 32)]
+    assert seen[3:11] == [(3 * size, bound) for bound in (32, longest) for size in (1, 2, 4, 7)]
+    assert seen[11:] == [(21, longest)], "the largest, greedy"
     assert torch.equal(pool[:, 1:], before[:, 1:]), "of nobody nothing is written"
     assert ids(harness.run(rows)) == want
 
@@ -174,7 +202,12 @@ def test_ladders() -> None:
     assert (
         batch_sizes(1) == [1] and batch_sizes(7) == [1, 2, 4, 7] and batch_sizes(20) == [1, 2, 4, 8, 10, 12, 14, 16, 20]
     )
-    assert token_counts(256) == [256] and token_counts(1000) == [256, 384, 512, 768, 1000]
+    assert token_counts(48) == [48] and token_counts(256) == [256]
+    assert token_counts(1000) == [256, 320, 384, 448, 512, 640, 768, 896, 1000]
+    counts = token_counts(16384)
+    assert counts[-1] == 4096 and counts == sorted(set(counts)) and len(counts) == 25
+    assert all(b <= 1.25 * a for a, b in pairwise(counts)), "little padding"
+    assert all(b <= 1.125 * a for a, b in pairwise(counts) if a >= 1024)
     for most in (5, 64, 256, 1000):
         sizes = batch_sizes(most)
         assert sizes[-1] == most and sizes == sorted(set(sizes))
