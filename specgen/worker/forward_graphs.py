@@ -33,7 +33,8 @@ Forward = Callable[[torch.Tensor, AttentionContext], torch.Tensor]
 
 def token_counts(max_num_tokens: int) -> list[int]:
     """The ladder: 256, then steps of a quarter, from 1,024 on of an eighth, up to `max_num_tokens` or 4,096."""
-    counts, size, most = [], _SMALLEST, min(max_num_tokens, _MOST_CAPTURED)
+    counts: list[int] = []
+    size, most = _SMALLEST, min(max_num_tokens, _MOST_CAPTURED)
     while size < most:
         counts += range(size, 2 * size, size // (4 if size < 1024 else 8))
         size *= 2
