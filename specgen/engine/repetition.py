@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from specgen.engine.kv_blocks import KVBlockManager
 from specgen.engine.request import Request
-from specgen.engine.step import ModelRunnerOutput, ScheduledRow, SchedulerOutput
+from specgen.engine.step import LONG_STEP, ModelRunnerOutput, ScheduledRow, SchedulerOutput
 
 _MOST = 8  # repetitions: rows that ended wait for twice as many at worst
 _JUDGED = 16  # rounds of the host's work that are looked at together
@@ -135,7 +135,8 @@ class RepeatLimit:
         self._seconds += now - last
         share = waited / (now - last)
         if not step.num_decode_rows:
-            self._waited_beside_prompts.append(share)
+            if step.num_tokens <= LONG_STEP:  # the launches of a longer one wait for the device themselves
+                self._waited_beside_prompts.append(share)
         elif step.times == self.limit:
             self._waited.append(share)
         if len(self._waited) + len(self._waited_beside_prompts) == _JUDGED:

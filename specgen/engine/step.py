@@ -10,6 +10,8 @@ from typing import NamedTuple
 from specgen.engine.request import EngineOutput, TokenLogprob
 from specgen.sampling_params import SamplingParams
 
+LONG_STEP = 4096  # tokens; with more, a step keeps the device busy for longer than its launches take the host
+
 
 class NewRow(NamedTuple):
     """What the worker needs when a request takes a slot. `token_ids`: the prompt and, after preemption, the output.

@@ -2,39 +2,36 @@
 
 Such a step has any number of tokens and rows. Tokens are padded to a ladder of counts, rows to the most there can be:
 padded tokens belong to no row and write no KV; what comes of them is cut off. They are computed all the same, so that
-the ladder is narrow, and steps of more tokens than its end, which keep the device busy for longer than their launches
-take, run without a graph at nearly their own size. So do the first steps of each count. What follows the target runs
-without a graph in any case, while the device is busy with the target.
+the ladder is narrow, and long steps run without a graph, at nearly their own size. Graphs are captured when a count is
+first used. What follows the target runs without a graph in any case, while the device is busy with the target.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
+from specgen.engine.step import LONG_STEP
 from specgen.models.context import AttentionContext
 from specgen.worker.graphs import GraphMemory, capture, rounded_seq_len, run_once
 
 logger = logging.getLogger(__name__)
 
 _SMALLEST = 256  # tokens
-_MOST_CAPTURED = 4096
-_GRAIN = 128  # what more tokens than that are padded to a multiple of
-_BEFORE_CAPTURE = 2  # steps of a count that run without a graph: most counts beside the usual ones are met once
+_GRAIN = 128  # what the tokens of a long step are padded to a multiple of
 
 Forward = Callable[[torch.Tensor, AttentionContext], torch.Tensor]
 
 
 def token_counts(max_num_tokens: int) -> list[int]:
-    """The ladder: 256, then steps of a quarter, from 1,024 on of an eighth, up to `max_num_tokens` or 4,096."""
+    """The ladder: 256, then steps of a quarter, from 1,024 on of an eighth, up to `max_num_tokens` or a long step."""
     counts: list[int] = []
-    size, most = _SMALLEST, min(max_num_tokens, _MOST_CAPTURED)
+    size, most = _SMALLEST, min(max_num_tokens, LONG_STEP)
     while size < most:
         counts += range(size, 2 * size, size // (4 if size < 1024 else 8))
         size *= 2
@@ -95,7 +92,6 @@ class ForwardGraphs:
         self._inputs: _Inputs | None = None  # of the most tokens and rows; all forwards read the first of them
         self._hidden: torch.Tensor | None = None  # what all forwards give, `[max_num_tokens, H]`
         self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
-        self._num_asked: Counter[_Key] = Counter()
         self.capture_seconds = 0.0
 
     @property
@@ -112,7 +108,7 @@ class ForwardGraphs:
         inputs = self._inputs.first(*key)
         inputs.fill(input_ids, context)
         assert self._memory is not None
-        if key not in self._graphs and not self._is_worth_it(key):
+        if num_tokens > self._counts[-1]:
             run_once(partial(self._run, inputs), self._memory)
         else:
             if key not in self._graphs:
@@ -134,11 +130,6 @@ class ForwardGraphs:
         if num_tokens > self._counts[-1]:
             return min(self._max_num_tokens, -(-num_tokens // _GRAIN) * _GRAIN)
         return next(count for count in self._counts if count >= num_tokens)
-
-    def _is_worth_it(self, key: _Key) -> bool:
-        """Whether to capture what is asked for once more."""
-        self._num_asked[key] += 1
-        return key.num_tokens <= self._counts[-1] and self._num_asked[key] > _BEFORE_CAPTURE
 
     def _run(self, inputs: _Inputs) -> None:
         hidden = self._forward(*inputs)

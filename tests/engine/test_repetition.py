@@ -15,7 +15,7 @@ from specgen.engine.kv_blocks import KVBlockManager
 from specgen.engine.repetition import RepeatLimit
 from specgen.engine.request import EngineRequest
 from specgen.engine.scheduler import Scheduler, SchedulerConfig
-from specgen.engine.step import ModelRunnerOutput, ScheduledRow, SchedulerOutput
+from specgen.engine.step import LONG_STEP, ModelRunnerOutput, ScheduledRow, SchedulerOutput
 from specgen.sampling_params import SamplingParams
 
 EOS = 1
@@ -217,10 +217,19 @@ def test_the_loop_tells_of_every_round_and_keeps_to_the_limit(tmp_path: Path) ->
     assert harness.scheduler.repeat_limit == watching.limit
 
 
-def feed(limit: RepeatLimit, waited: list[float], num_tokens: int = 100, beside_prompts: bool = False) -> None:
-    """Rounds of a second each, in which the host waits for such parts and so many tokens come."""
+def feed(
+    limit: RepeatLimit,
+    waited: list[float],
+    num_tokens: int = 100,
+    beside_prompts: bool = False,
+    num_inputs: int = LONG_STEP,
+) -> None:
+    """Rounds of a second each, in which the host waits for such parts and so many tokens come.
+
+    beside_prompts: they have parts of prompts, `num_inputs` tokens in all.
+    """
     for share in waited:
-        rows = [ScheduledRow(0, 0, 9 if beside_prompts else 1, 0, True, [], 0, 0, 9)]
+        rows = [ScheduledRow(0, 0, num_inputs if beside_prompts else 1, 0, True, [], 0, 0, 9)]
         times = 1 if beside_prompts else limit.limit
         now = (limit._last or 0.0) + 1.0
         output = result([[[7] * num_tokens] * times])
@@ -290,6 +299,15 @@ def test_steps_that_could_not_run_so_often_say_nothing_and_end_a_trial_in_time()
         limit.round_done(SchedulerOutput(rows=rows, times=1), ModelRunnerOutput([[7]], [0]), 0.9, now)
     assert limit.limit == 1
     feed(limit, [0.0] * 16, num_tokens=1000)
+    assert limit.limit == 4
+
+
+def test_long_steps_tell_nothing_of_the_host() -> None:
+    """Their launches fill the device's queue, so that the host comes late without the device having waited for it."""
+    limit = begun()
+    feed(limit, [0.0] * 60, beside_prompts=True, num_inputs=LONG_STEP + 1)
+    assert limit.limit == 1
+    feed(limit, [0.0] * 20, beside_prompts=True)
     assert limit.limit == 4
 
 

@@ -96,11 +96,11 @@ def test_captured_steps_of_padded_rows_and_tokens_change_nothing(k: int, tmp_pat
     assert sum(graph.num_replays for graph in captured) > 2 * len(captured)
 
 
-def test_prompts_are_captured_when_their_count_is_met_again_and_long_ones_never(
+def test_prompts_run_with_the_tokens_of_a_graph_and_long_ones_without_one(
     tmp_path: Path, captured: list[Again], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forward_graphs, "_SMALLEST", 16)
-    monkeypatch.setattr(forward_graphs, "_MOST_CAPTURED", 32)
+    monkeypatch.setattr(forward_graphs, "LONG_STEP", 32)
     monkeypatch.setattr(forward_graphs, "_GRAIN", 8)
     folder = write_checkpoint(tmp_path)
     rows = [Row([2 + i, *range(3, 2 + length)], SamplingParams(max_tokens=1)) for i, length in enumerate(LENGTHS)]
@@ -117,9 +117,9 @@ def test_prompts_are_captured_when_their_count_is_met_again_and_long_ones_never(
 
     runner.target.forward = note
     assert ids([harness.run([row])[0] for row in rows]) == want
-    # the ladder is 16, 20, 24, 28, 32; a capture runs its step once and, here, again with each replay
-    assert seen == [20, 20, 40, 64, 20, 20, 40, 56, 20, 40]
-    assert [graph.num_replays for graph in captured] == [2]
+    # the ladder is 16, 20, 24, 28, 32; here a capture runs its step once, and each replay runs it again
+    assert seen == [20, 20, 20, 40, 64, 20, 40, 56, 20, 40]
+    assert [graph.num_replays for graph in captured] == [4]
 
 
 def test_a_size_gets_a_graph_when_it_has_none_near_it_or_is_asked_for_often_enough(
