@@ -67,9 +67,12 @@ class Tokenizer:
         return ids if ids and ids[0] == self.bos_token_id else self.prefix_ids + ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of the ids without special tokens; broken UTF-8 gives U+FFFD, unknown ids nothing."""
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
-        return text
+        """Return the text of the ids without special tokens; broken UTF-8 gives U+FFFD, unknown ids nothing.
+
+        It lets other threads of Python's run, which the library does for several texts only.
+        """
+        texts: list[str] = self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=True)
+        return texts[0]
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one id, also of a special token; half a character gives U+FFFD, an unknown id nothing."""
