@@ -121,6 +121,7 @@ class BenchSetup:
                 progress=LoadView(console),
                 random_weights=self.flags.random_weights,
                 is_headless=side.is_headless,
+                pads_decode_steps=False,  # what is measured are steps of a long run
             )
 
         return make_engine

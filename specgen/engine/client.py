@@ -103,12 +103,14 @@ class EngineClient:
         random_weights: bool = False,
         drafting: Drafting = DRAFTING,
         is_headless: bool = False,
+        pads_decode_steps: bool = True,
     ) -> EngineClient:
         """Loads the model in `folder` as the recipe says and starts the loop.
 
         `drafter_factory` replaces the model's draft layers; `check` asserts the conservation laws after every step.
         `progress` is told how far the start is. With `random_weights`, `folder` needs to hold nothing but the model's
         configuration. `drafting`: how drafts are drawn. `is_headless`: the model is taken as if it had no draft layers.
+        `pads_decode_steps`: a few decode steps of a size may run with more rows, before a graph is captured for it.
 
         Raises:
             ModelError, EngineError, RecipeError: model, machine and recipe do not fit together.
@@ -122,6 +124,7 @@ class EngineClient:
                 _worker_config(recipe, folder),
                 drafting=drafting,
                 cheap_drafts=_cheap_drafts(recipe, folder, eos_token_ids),
+                pads_decode_steps=pads_decode_steps,
             )
             if random_weights:
                 config = replace(config, folder=None)

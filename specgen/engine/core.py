@@ -181,9 +181,11 @@ class EngineCore:
         return ended + self._take(step, self._wait_for(step, result))
 
     def _wait_for(self, step: SchedulerOutput, result: StepResult) -> ModelRunnerOutput:
-        waited = result.wait()
+        waited: float | None = result.wait()
         output = result.get()
         if self._repeat_limit is not None:
+            if self._batch_queue and self._batch_queue[-1][0].is_long:
+                waited = None  # the device's queue is full of its launches, and the host waited there
             self._repeat_limit.round_done(step, output, waited, time.perf_counter())
             self.scheduler.repeat_limit = self._repeat_limit.limit
         return output

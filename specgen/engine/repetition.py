@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from specgen.engine.kv_blocks import KVBlockManager
 from specgen.engine.request import Request
-from specgen.engine.step import LONG_STEP, ModelRunnerOutput, ScheduledRow, SchedulerOutput
+from specgen.engine.step import ModelRunnerOutput, ScheduledRow, SchedulerOutput
 
 _MOST = 8  # repetitions: rows that ended wait for twice as many at worst
 _JUDGED = 16  # rounds of the host's work that are looked at together
@@ -116,42 +116,47 @@ class RepeatLimit:
         self._start_over()
 
     def _start_over(self) -> None:
-        # since the limit was last judged: shares of rounds of decode steps, and of those with parts of prompts
-        self._waited: list[float] = []
-        self._waited_beside_prompts: list[float] = []
+        # since the limit was last judged: the parts of rounds that the host waited, of decode steps and beside prompts
+        self._shares: list[float] = []
+        self._shares_beside_prompts: list[float] = []
         self._rounds, self._tokens, self._seconds = 0, 0, 0.0  # of all, those that say nothing of the host included
 
     def restart(self) -> None:
         """The device has run dry: the time until its next results says nothing."""
         self._last = None
 
-    def round_done(self, step: SchedulerOutput, output: ModelRunnerOutput, waited: float, now: float) -> None:
-        """Takes in what a step gave, for which the host waited so long, and the time at which it had it; in seconds."""
+    def round_done(self, step: SchedulerOutput, output: ModelRunnerOutput, waited: float | None, now: float) -> None:
+        """Takes in what a step gave, for which the host waited so long, and the time at which it had it; in seconds.
+
+        `waited` is None where it does not tell whether the host came late.
+        """
         last, self._last = self._last, now
         if self.is_held or last is None or now <= last:
             return
         self._rounds += 1
         self._tokens += sum(map(len, output.sampled_token_ids))
         self._seconds += now - last
-        share = waited / (now - last)
-        if not step.num_decode_rows:
-            if step.num_tokens <= LONG_STEP:  # the launches of a longer one wait for the device themselves
-                self._waited_beside_prompts.append(share)
-        elif step.times == self.limit:
-            self._waited.append(share)
-        if len(self._waited) + len(self._waited_beside_prompts) == _JUDGED:
+        if waited is not None:
+            self._take_share(step, waited / (now - last))
+        if len(self._shares) + len(self._shares_beside_prompts) == _JUDGED:
             self._judge(self._tokens / self._seconds)
             self._start_over()
         elif self._rounds == _FORGOTTEN:
             self._undo_trial()
             self._start_over()
 
+    def _take_share(self, step: SchedulerOutput, share: float) -> None:
+        if not step.num_decode_rows:
+            self._shares_beside_prompts.append(share)
+        elif step.times == self.limit:
+            self._shares.append(share)
+
     def _undo_trial(self) -> None:
         if self._before_trial is not None:
             self.limit, self._before_trial = self._before_trial.limit, None
 
     def _judge(self, rate: float) -> None:
-        beside_prompts = bool(self._waited_beside_prompts)
+        beside_prompts = bool(self._shares_beside_prompts)
         self._rest = max(0, self._rest - 1)
         before = self._before_trial
         if before is not None:
@@ -167,11 +172,11 @@ class RepeatLimit:
         if num_late > _FEW_LATE and self.limit < _MOST and not self._rest and rate > 0:
             self._before_trial = _Before(self.limit, rate, beside_prompts)
             self.limit = min(_MOST, (self._leap if 2 * num_late > _JUDGED else 2) * self.limit)
-        elif not num_late and len(self._waited) >= _TELLING and (waited := median(self._waited)) > _DEVICE_BOUND:
+        elif not num_late and len(self._shares) >= _TELLING and (waited := median(self._shares)) > _DEVICE_BOUND:
             self.limit = max(1, math.ceil(self.limit * (1 - waited) / (1 - _AIM)))
 
     def _num_late(self) -> int:
         """Rounds for which the host came late; of those beside prompts, in which graphs are captured, most or none."""
-        num_late = sum(share < _LATE for share in self._waited)
-        num_beside = sum(share < _LATE for share in self._waited_beside_prompts)
-        return num_late + num_beside if 2 * num_beside > len(self._waited_beside_prompts) else num_late
+        num_late = sum(share < _LATE for share in self._shares)
+        num_beside = sum(share < _LATE for share in self._shares_beside_prompts)
+        return num_late + num_beside if 2 * num_beside > len(self._shares_beside_prompts) else num_late

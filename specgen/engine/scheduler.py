@@ -256,7 +256,7 @@ class Scheduler:
     def update_from_output(self, out: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineOutput]:
         """Appends the sampled tokens up to each row's end; publishes blocks that became final."""
         outputs = []
-        times, accepted, sampled = out.times, result.num_accepted, result.num_sampled
+        times, sampled, accepted = out.times, result.num_sampled, result.num_accepted
         for b, row in enumerate(out.rows):
             request = self.requests.get(row.request_id)
             if request is None:
@@ -266,8 +266,8 @@ class Scheduler:
                 request.prompt_logprobs[part.first : part.first + len(part.values)] = part.values
             logprobs = result.logprobs[b] if result.logprobs is not None else []
             token_ids, at = result.sampled_token_ids[b], slice(b * times, (b + 1) * times)
-            counts = sampled[at] if sampled is not None else [len(token_ids)]
-            output = self._update_row(request, row, out.num_repeated(row), token_ids, counts, accepted[at], logprobs)
+            num_repeated = out.num_repeated(row)
+            output = self._update_row(request, row, num_repeated, token_ids, sampled[at], accepted[at], logprobs)
             if output is not None:
                 outputs.append(output)
         return outputs

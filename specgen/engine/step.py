@@ -10,7 +10,9 @@ from typing import NamedTuple
 from specgen.engine.request import EngineOutput, TokenLogprob
 from specgen.sampling_params import SamplingParams
 
-LONG_STEP = 4096  # tokens; with more, a step keeps the device busy for longer than its launches take the host
+# Tokens of a step beyond which its launches, one by one, are no matter: models for which they take longer than the step
+# (a 135M model's 4,096 tokens take an H200 4 ms, its launches the host 8) rarely have such steps, and large ones often.
+LONG_STEP = 4096
 
 
 class NewRow(NamedTuple):
@@ -34,8 +36,9 @@ class NewRow(NamedTuple):
 class ScheduledRow(NamedTuple):
     """A request's part of a step: `num_tokens` inputs, the last `num_draft_tokens` of them drafts.
 
-    `new_blocks` go into the block table from index `first_block` on. `num_computed_after`, the step's first time, is
-    exact for a row that does not sample, else an upper bound. `epoch` tells whether the request was preempted since.
+    `new_blocks`, a list of the row's own, go into the block table from index `first_block` on. `num_computed_after`,
+    the step's first time, is exact for a row that does not sample, else an upper bound. `epoch` tells whether the
+    request was preempted since.
     """
 
     request_id: int
@@ -89,6 +92,11 @@ class SchedulerOutput:
         """Input tokens of the step, each time."""
         return sum(row.num_tokens for row in self.rows)
 
+    @property
+    def is_long(self) -> bool:
+        """Whether it has so many tokens that the target is launched without a graph."""
+        return self.num_tokens > LONG_STEP
+
 
 class PromptLogprobs(NamedTuple):
     """Log-probabilities of prompt tokens from index `first` on."""
@@ -101,16 +109,15 @@ class ModelRunnerOutput(NamedTuple):
     """What a step sampled: for each row, in order, its committed token ids ([] for an unfinished prefill).
 
     A row's ids, of all times that the step ran, stop where it ends by an end id or its length; one that ended in an
-    earlier step has none. `NAN_TOKEN` stands for a token that could not be sampled. num_accepted: how many of them were
-    drafts, num_sampled: how many there are; of a step that ran several times, of the first row at each time, then of
-    the second. num_sampled is None if the step ran once.
+    earlier step has none. `NAN_TOKEN` stands for a token that could not be sampled. num_sampled: how many they are,
+    num_accepted: how many of them were drafts; of the first row at each time that the step ran, then of the second.
 
     logprobs: those of each row's tokens, [] for a row that wants none; None if no row does. prompt_logprobs: by the
     index of the row.
     """
 
     sampled_token_ids: list[list[int]]
+    num_sampled: list[int]
     num_accepted: list[int]
-    num_sampled: list[int] | None = None
     logprobs: list[list[TokenLogprob]] | None = None
     prompt_logprobs: Mapping[int, PromptLogprobs] = MappingProxyType({})

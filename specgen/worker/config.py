@@ -23,7 +23,8 @@ class WorkerConfig:
     by_ratio: drafts are judged by the ratio of the two distributions, and drawn with noise of their own. draft_folder:
     of a draft head that takes the place of the model's own. exact: products on CUDA don't depend on how many rows there
     are. kv_dtype: of the KV pool, target's and draft layers'; None is dtype. widens_steps: steps have twice the tokens
-    where the KV of all rows leaves memory for it.
+    where the KV of all rows leaves memory for it. pads_decode_steps: a few decode steps of a size run with more rows
+    before there is a graph for it.
     """
 
     folder: Path | None
@@ -48,6 +49,7 @@ class WorkerConfig:
     exact: bool = True
     kv_dtype: torch.dtype | None = None
     widens_steps: bool = False
+    pads_decode_steps: bool = True
 
     @property
     def pool_dtype(self) -> torch.dtype:

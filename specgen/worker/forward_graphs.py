@@ -23,7 +23,9 @@ from specgen.worker.graphs import GraphMemory, capture, rounded_seq_len, run_onc
 logger = logging.getLogger(__name__)
 
 _SMALLEST = 256  # tokens
-_GRAIN = 128  # what the tokens of a long step are padded to a multiple of
+# What the tokens of a long step are padded to a multiple of: kernels are compiled for multiples of 16 before the first
+# step, and products come in tiles of 128.
+_GRAIN = 128
 
 Forward = Callable[[torch.Tensor, AttentionContext], torch.Tensor]
 
@@ -68,15 +70,15 @@ class _Inputs(NamedTuple):
         own.idx_mapping[num_rows:] = -1
 
 
-class _Key(NamedTuple):
-    """What a graph is captured for."""
+class _Kind(NamedTuple):
+    """Forwards that one graph serves: so many tokens, no row longer."""
 
     num_tokens: int
     max_seq_len: int
 
 
 class ForwardGraphs:
-    """The captured forwards of one target. `forward(input_ids, context)` gives hidden states `[T, H]`."""
+    """The forwards of one target, captured unless they are long. `forward(input_ids, context)` gives `[T, H]`."""
 
     def __init__(
         self, forward: Forward, max_num_seqs: int, max_num_tokens: int, max_seq_len: int, memory: GraphMemory | None
@@ -91,7 +93,7 @@ class ForwardGraphs:
         self._memory = memory
         self._inputs: _Inputs | None = None  # of the most tokens and rows; all forwards read the first of them
         self._hidden: torch.Tensor | None = None  # what all forwards give, `[max_num_tokens, H]`
-        self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[_Kind, torch.cuda.CUDAGraph] = {}
         self.capture_seconds = 0.0
 
     @property
@@ -102,18 +104,18 @@ class ForwardGraphs:
     def run(self, input_ids: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """Hidden states `[T, H]` of a step of at most the most tokens and rows; valid until the next call."""
         num_tokens = len(input_ids)
-        key = _Key(self._padded(num_tokens), rounded_seq_len(context.max_seq_len, self._max_seq_len))
+        kind = _Kind(self._padded(num_tokens), rounded_seq_len(context.max_seq_len, self._max_seq_len))
         if self._inputs is None:
             self._inputs = self._padding(self._max_num_tokens, context.block_tables)
-        inputs = self._inputs.first(*key)
+        inputs = self._inputs.first(*kind)
         inputs.fill(input_ids, context)
         assert self._memory is not None
         if num_tokens > self._counts[-1]:
             run_once(partial(self._run, inputs), self._memory)
         else:
-            if key not in self._graphs:
-                self._graphs[key] = self._capture(inputs)
-            self._graphs[key].replay()
+            if kind not in self._graphs:
+                self._graphs[kind] = self._capture(inputs)
+            self._graphs[kind].replay()
         assert self._hidden is not None
         return self._hidden[:num_tokens]
 

@@ -4,20 +4,21 @@ A step fits a graph when every row feeds its last token and drafts. Rows are pad
 -1, which every kernel skips; each row to the same number of drafts, K, with -1, which is never accepted. The graph's
 only inputs are which slot each row is and how many drafts count; everything else is on the device already. Graphs are
 captured for a size, its K, the processors that its rows need and the length of the longest, when it is first used; or,
-if there is one for up to twice as many rows, when a capture has become worth it.
+if there is one for up to twice as many rows, when the steps padded to that have cost as much as a capture.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
-from specgen.engine.step import ScheduledRow
+from specgen.engine.step import SchedulerOutput
 from specgen.kernels.logprobs import Logprobs
 from specgen.kernels.prepare_inputs import prepare_inputs
 from specgen.kernels.rejection import live_slots
@@ -29,7 +30,7 @@ from specgen.worker.states import RequestStates, to_device
 logger = logging.getLogger(__name__)
 
 _MOST_PADDED = 2  # times as many rows that a step may run with, before one of its own size is captured
-_CAPTURE_STEPS = 16  # decode steps that take about as long as a capture: that much is spent on padded rows before it
+_CAPTURE_STEPS = 16  # steps that take about as long as a capture
 _SHORTEST = 1024  # tokens; graphs differ in the longest sequence they can hold, by powers of two from here
 
 Result = TypeVar("Result")
@@ -68,9 +69,9 @@ def rounded_seq_len(longest: int, limit: int) -> int:
 
 
 class GraphMemory:
-    """What captured steps work in: one stream and its memory, which no other step uses.
+    """What captured steps, and long ones, work in: one stream and its memory.
 
-    Graphs run one after the other, so that all of them share the memory of the largest; only results stay apart.
+    They run one after the other, so that all of them share the memory of the largest; only results stay apart.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -92,13 +93,12 @@ class GraphMemory:
             graph.reset()
 
 
-def run_once(run: Callable[[], Result], memory: GraphMemory) -> Result:
-    """Runs without a graph in the graphs' memory: what comes of it is valid until the next graph runs."""
+def run_once(run: Callable[[], object], memory: GraphMemory) -> None:
+    """Runs without a graph in the graphs' memory; what is made there and stays is valid until the next graph runs."""
     memory.stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(memory.stream), torch.cuda.use_mem_pool(memory.pool):
-        result = run()
+        run()
     torch.cuda.current_stream().wait_stream(memory.stream)
-    return result
 
 
 def capture(run: Callable[[], Result], memory: GraphMemory) -> tuple[torch.cuda.CUDAGraph, Result]:
@@ -123,8 +123,8 @@ class _Layout(NamedTuple):
     spec_start: torch.Tensor
 
 
-class _Key(NamedTuple):
-    """What a graph is captured for."""
+class _Kind(NamedTuple):
+    """Decode steps that one graph serves: so many rows with so many drafts, none longer, that need no more."""
 
     size: int
     num_drafts: int
@@ -160,17 +160,21 @@ class DecodeGraphs:
         max_num_seqs: int,
         block_size: int,
         memory: GraphMemory | None,
+        pads: bool = True,
     ) -> None:
-        """`block_size` in tokens; `memory` may be shared with other graphs; without, nothing can be captured."""
+        """`block_size` in tokens; `memory` may be shared with other graphs; without, nothing can be captured.
+
+        `pads`: a few steps of a size run with more rows; else each size is captured when it is first used.
+        """
         self._run_step = run_step
         self._states = states
         self._sizes = batch_sizes(max_num_seqs)
         self._block_size = block_size
         self._max_seq_len = states.block_tables.shape[1] * block_size
-        self._graphs: dict[_Key, _Graph] = {}
+        self._graphs: dict[_Kind, _Graph] = {}
         self._memory = memory
-        self._last_padded: _Key | None = None
-        self._padded_rows = 0  # of the steps since another key was asked for
+        self._most_padded = _MOST_PADDED if pads else 1
+        self._padded_rows: Counter[_Kind] = Counter()  # in all steps of a kind that has no graph
         self.capture_seconds = 0.0
 
     @property
@@ -178,36 +182,32 @@ class DecodeGraphs:
         """Graphs so far, which took `capture_seconds`."""
         return len(self._graphs)
 
-    def ready(self, rows: list[ScheduledRow], longest: int, num_drafts: int, needs: ProcessorNeeds) -> ReadyGraph:
-        """The step of `rows`, all of which only decode, with room for so many drafts before and after it.
-
-        No row has more than `longest` tokens behind it, drafts for the next step left out.
-        """
+    def ready(self, step: SchedulerOutput, num_drafts: int, needs: ProcessorNeeds) -> ReadyGraph:
+        """`step`, all of whose rows only decode, with room for so many drafts a row before and after it."""
+        rows = step.rows
         size = next(s for s in self._sizes if s >= len(rows))
-        max_seq_len = rounded_seq_len(longest + num_drafts, self._max_seq_len)
-        captured = self._captured(_Key(size, num_drafts, max_seq_len, needs))
+        max_seq_len = rounded_seq_len(step.max_computed_after + num_drafts, self._max_seq_len)
+        captured = self._captured(_Kind(size, num_drafts, max_seq_len, needs), step.times)
         inputs = np.full(captured.inputs.shape, -1, dtype=np.int32)
         inputs[0, : len(rows)] = [row.slot for row in rows]
         inputs[1, : len(rows)] = [row.num_draft_tokens for row in rows]
         captured.inputs.copy_(to_device(inputs, self._states.device))
         return ReadyGraph(captured.graph, captured.tokens.first(len(rows), num_drafts))
 
-    def _captured(self, key: _Key) -> _Graph:
-        """The graph for a key; while few steps in a row have asked for it, one of more rows if there is one.
+    def _captured(self, kind: _Kind, times: int) -> _Graph:
+        """The graph for a step that runs so many times; while few have been of its kind, one of more rows if there is.
 
         At a run's end, where rows become fewer with every step, a graph for each size would be used a few times.
         """
-        if key in self._graphs:
-            return self._graphs[key]
-        if key != self._last_padded:
-            self._last_padded, self._padded_rows = key, 0
-        more = (key._replace(size=s) for s in self._sizes if key.size < s <= _MOST_PADDED * key.size)
+        if kind in self._graphs:
+            return self._graphs[kind]
+        more = (kind._replace(size=s) for s in self._sizes if kind.size < s <= self._most_padded * kind.size)
         larger = next((other for other in more if other in self._graphs), None)
-        if larger is not None and self._padded_rows < _CAPTURE_STEPS * key.size:
-            self._padded_rows += larger.size - key.size
+        if larger is not None and self._padded_rows[kind] < _CAPTURE_STEPS * kind.size:
+            self._padded_rows[kind] += times * (larger.size - kind.size)
             return self._graphs[larger]
-        self._graphs[key] = self._capture(*key)
-        return self._graphs[key]
+        self._graphs[kind] = self._capture(*kind)
+        return self._graphs[kind]
 
     def run_largest(self, num_drafts: int, needs: ProcessorNeeds) -> None:
         """Runs the step that is captured for the most and the longest rows, without capturing it."""

@@ -23,7 +23,8 @@ class MemoryBudget:
 
     total: of the device, or the machine's available memory. limit: the fraction of it that may be used. used: weights,
     per-slot state and the process itself. step_peak: activations of the largest step, measured; where steps are
-    captured, of what remains outside graphs. graphs: those of the largest captured step, measured. kv: the pool.
+    captured, of what follows the target. graphs: those of the largest decode step, or of the largest step's target,
+    which share the graphs' memory; measured. kv: the pool.
     """
 
     total: int

@@ -94,17 +94,17 @@ class ModelRunner:
         self._bad_rows: torch.Tensor | None = None
         self._last_slots = np.zeros(0, dtype=np.int64)
 
-    def use_graphs(self, max_num_seqs: int, max_num_tokens: int, num_bytes: int) -> None:
+    def use_graphs(self, max_num_seqs: int, max_num_tokens: int, num_bytes: int, pads: bool = True) -> None:
         """Runs decode steps of up to `max_num_seqs` rows as CUDA graphs from now on, of other steps the target.
 
-        `num_bytes`: what the largest of them works in.
+        `num_bytes`: what the largest decode step, and the largest target, work in. `pads`: see `DecodeGraphs`.
         """
         memory = GraphMemory(num_bytes)
-        self.graphs = self._decode_graphs(max_num_seqs, memory)
+        self.graphs = self._decode_graphs(max_num_seqs, memory, pads)
         self.forward_graphs = self._prompt_graphs(max_num_seqs, max_num_tokens, memory)
 
-    def _decode_graphs(self, max_num_seqs: int, memory: GraphMemory | None) -> DecodeGraphs:
-        return DecodeGraphs(self._run_step, self.states, max_num_seqs, self.kv_caches.shape[2], memory)
+    def _decode_graphs(self, max_num_seqs: int, memory: GraphMemory | None, pads: bool = True) -> DecodeGraphs:
+        return DecodeGraphs(self._run_step, self.states, max_num_seqs, self.kv_caches.shape[2], memory, pads)
 
     def _prompt_graphs(self, max_num_seqs: int, max_num_tokens: int, memory: GraphMemory | None) -> ForwardGraphs:
         longest = self.max_model_len + self.num_speculative_tokens
@@ -118,7 +118,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run_all_kinds(self, max_num_seqs: int, max_num_tokens: int) -> None:
-        """Runs steps of all the kinds that are captured, none of whose rows is anybody's, without a graph."""
+        """Runs steps that launch what all others do, none of whose rows is anybody's, without a graph."""
         prompts = self._prompt_graphs(max_num_seqs, max_num_tokens, None)
         for step in prompts.steps_of_all_kinds(self.states.block_tables):
             step()
@@ -150,7 +150,7 @@ class ModelRunner:
         if self.graphs is not None and decode_rows:
             num_drafts = max(step.draft_limit, *(row.num_draft_tokens for row in step.rows))
             self.timer.begin("graph")
-            graph = self.graphs.ready(step.rows, step.max_computed_after, num_drafts, needs)
+            graph = self.graphs.ready(step, num_drafts, needs)
             launched = LaunchedStep(step, graph, num_drafts)
             graph.run()
             self.timer.end()

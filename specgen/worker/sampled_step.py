@@ -59,10 +59,8 @@ class SampledStep:
         # the last one is a draft too if the row ended with it and was sampled beyond
         behind = np.take_along_axis(ids, np.minimum(num_sampled, most - 1)[..., None], axis=-1)[..., 0]
         is_cut = (num_sampled > 0) & (num_sampled < most) & (behind != -1)
-        num_accepted = np.maximum(num_sampled - ~is_cut, 0).ravel().tolist()
-        if packed.shape[1] > 1:
-            return ModelRunnerOutput(token_ids, num_accepted, num_sampled.ravel().tolist())
-        output = ModelRunnerOutput(token_ids, num_accepted)
+        num_accepted = np.maximum(num_sampled - ~is_cut, 0)
+        output = ModelRunnerOutput(token_ids, num_sampled.ravel().tolist(), num_accepted.ravel().tolist())
         if self._logprobs is None and not self._prompt_parts:
             return output
         logprobs = None

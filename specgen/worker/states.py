@@ -159,6 +159,7 @@ class RequestStates:
     def _add_token_ids(self, rows: list[NewRow]) -> None:
         """Enters the rows' tokens; behind them stays what the last owner had."""
         lengths = np.array([len(row.token_ids) for row in rows])
+        assert lengths.max() <= self.token_ids.shape[1], "a row's tokens would run into the next slot's"
         starts = np.array([row.slot for row in rows]) * self.token_ids.shape[1] - np.cumsum(lengths) + lengths
         places = np.repeat(starts, lengths) + np.arange(lengths.sum())
         flat = np.fromiter(itertools.chain.from_iterable(row.token_ids for row in rows), np.int64, len(places))

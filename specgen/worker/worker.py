@@ -124,7 +124,7 @@ class Worker:
         self.kv_caches = self._new_kv_caches(self.budget.num_blocks)
         self.runner = self._new_runner(self.kv_caches)
         if self._uses_graphs:
-            self.runner.use_graphs(c.max_num_seqs, c.max_num_batched_tokens, self.budget.graphs)
+            self.runner.use_graphs(c.max_num_seqs, c.max_num_batched_tokens, self.budget.graphs, c.pads_decode_steps)
         self._threads = self._tuned_threads()
         self._started: float | None = None  # of a decode step, if it is timed for the threads
 

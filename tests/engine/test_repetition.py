@@ -1,21 +1,25 @@
 """When a decode step runs several times, and how often."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
+from fake_device import FakeDevice, Sampled
 from harness import Harness, Row
 from tiny import write_checkpoint
 
 from specgen.engine.client import may_repeat
+from specgen.engine.core import EngineCore, Stop
+from specgen.engine.executor import UniProcExecutor
 from specgen.engine.kv_blocks import KVBlockManager
 from specgen.engine.repetition import RepeatLimit
 from specgen.engine.request import EngineRequest
 from specgen.engine.scheduler import Scheduler, SchedulerConfig
-from specgen.engine.step import LONG_STEP, ModelRunnerOutput, ScheduledRow, SchedulerOutput
+from specgen.engine.step import ModelRunnerOutput, ScheduledRow, SchedulerOutput
 from specgen.sampling_params import SamplingParams
 
 EOS = 1
@@ -36,9 +40,9 @@ def add(s: Scheduler, request_id: int, num_prompt: int = 6, **params: object) ->
 def result(rows: list[list[list[int]]]) -> ModelRunnerOutput:
     """What the step sampled: for each row a list each time; all but the last token of each are drafts."""
     times = list(chain.from_iterable(rows))
-    num_accepted = [max(0, len(ids) - 1) for ids in times]
+    num_sampled = [len(ids) for ids in times]
     return ModelRunnerOutput(
-        [list(chain.from_iterable(row)) for row in rows], num_accepted, [len(ids) for ids in times]
+        [list(chain.from_iterable(row)) for row in rows], num_sampled, [max(0, num - 1) for num in num_sampled]
     )
 
 
@@ -186,23 +190,24 @@ def test_a_row_is_admitted_behind_steps_that_run_several_times() -> None:
 
 
 class Watching(RepeatLimit):
-    """Notes what it is told, and has a limit of its own."""
+    """Notes what it is told, and has limits of its own, one after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, *limits: int) -> None:
         super().__init__()
-        self.told: list[tuple[SchedulerOutput, ModelRunnerOutput, float, float]] = []
+        self.limits = limits
+        self.told: list[tuple[SchedulerOutput, ModelRunnerOutput, float | None]] = []
         self.num_restarts: list[int] = []  # by the rounds before it
 
     def restart(self) -> None:
         self.num_restarts.append(len(self.told))
 
-    def round_done(self, step: SchedulerOutput, output: ModelRunnerOutput, waited: float, now: float) -> None:
-        self.told.append((step, output, waited, now))
-        self.limit = 1 + len(self.told) % 3
+    def round_done(self, step: SchedulerOutput, output: ModelRunnerOutput, waited: float | None, now: float) -> None:
+        self.told.append((step, output, waited))
+        self.limit = self.limits[len(self.told) % len(self.limits)]
 
 
 def test_the_loop_tells_of_every_round_and_keeps_to_the_limit(tmp_path: Path) -> None:
-    watching = Watching()
+    watching = Watching(1, 2, 3)
     harness = Harness(write_checkpoint(tmp_path), k=1, max_num_seqs=4, async_scheduling=True, repeat_limit=watching)
     rows = [Row([2, 3, 4 + i], SamplingParams(max_tokens=20), seed=i) for i in range(6)]
     for _ in range(2):
@@ -210,7 +215,7 @@ def test_the_loop_tells_of_every_round_and_keeps_to_the_limit(tmp_path: Path) ->
     assert watching.num_restarts[0] == 0 and len(watching.num_restarts) == 2, "once for each time it was idle"
     assert sum(step.times for step, *_ in watching.told) == harness.core.num_steps
     assert {step.times for step, *_ in watching.told} == {1, 2, 3}
-    for step, output, waited, _ in watching.told:
+    for step, output, waited in watching.told:
         assert len(output.sampled_token_ids) == len(step.rows)
         assert len(output.num_accepted) == len(step.rows) * step.times
         assert waited == 0, "a CPU's step is done when it is launched"
@@ -218,18 +223,11 @@ def test_the_loop_tells_of_every_round_and_keeps_to_the_limit(tmp_path: Path) ->
 
 
 def feed(
-    limit: RepeatLimit,
-    waited: list[float],
-    num_tokens: int = 100,
-    beside_prompts: bool = False,
-    num_inputs: int = LONG_STEP,
+    limit: RepeatLimit, waited: Sequence[float | None], num_tokens: int = 100, beside_prompts: bool = False
 ) -> None:
-    """Rounds of a second each, in which the host waits for such parts and so many tokens come.
-
-    beside_prompts: they have parts of prompts, `num_inputs` tokens in all.
-    """
+    """Rounds of a second each, in which the host waits for such parts and so many tokens come."""
     for share in waited:
-        rows = [ScheduledRow(0, 0, num_inputs if beside_prompts else 1, 0, True, [], 0, 0, 9)]
+        rows = [ScheduledRow(0, 0, 9 if beside_prompts else 1, 0, True, [], 0, 0, 9)]
         times = 1 if beside_prompts else limit.limit
         now = (limit._last or 0.0) + 1.0
         output = result([[[7] * num_tokens] * times])
@@ -296,19 +294,58 @@ def test_steps_that_could_not_run_so_often_say_nothing_and_end_a_trial_in_time()
         assert limit.limit == 4, number
         assert limit._last is not None
         now = limit._last + 1.0
-        limit.round_done(SchedulerOutput(rows=rows, times=1), ModelRunnerOutput([[7]], [0]), 0.9, now)
+        limit.round_done(SchedulerOutput(rows=rows, times=1), result([[[7]]]), 0.9, now)
     assert limit.limit == 1
     feed(limit, [0.0] * 16, num_tokens=1000)
     assert limit.limit == 4
 
 
-def test_long_steps_tell_nothing_of_the_host() -> None:
-    """Their launches fill the device's queue, so that the host comes late without the device having waited for it."""
+def test_rounds_that_do_not_tell_are_passed_over() -> None:
     limit = begun()
-    feed(limit, [0.0] * 60, beside_prompts=True, num_inputs=LONG_STEP + 1)
+    feed(limit, [None, 0.5] * 32)
     assert limit.limit == 1
-    feed(limit, [0.0] * 20, beside_prompts=True)
+    feed(limit, [None, 0.0] * 15)
+    assert limit.limit == 1
+    feed(limit, [None, 0.0])
     assert limit.limit == 4
+
+
+def test_the_wait_for_a_step_is_told_unless_the_host_launched_a_long_one_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its launches fill the device's queue: the host waits there, and not for the results of the step before."""
+    monkeypatch.setattr("specgen.engine.step.LONG_STEP", 16)
+    waits: list[float] = []
+
+    class Late(Sampled):
+        is_read = False
+
+        def wait(self) -> float:
+            if not self.is_read:
+                waits.append(1.0 + len(waits))
+            return 0.0 if self.is_read else waits[-1]
+
+        def get(self) -> ModelRunnerOutput:
+            self.is_read = True
+            return super().get()
+
+    class Device(FakeDevice):
+        def sample_tokens(self) -> Sampled:
+            done = super().sample_tokens()
+            return Late(done.tokens, done.num_accepted)
+
+    kv = KVBlockManager(100, 4, 64, enable_prefix_caching=False)
+    s = Scheduler(SchedulerConfig(3, 64, 64, 0, 0, True, frozenset()), kv)
+    device, watching = Device(kv, 0, acceptance=0.0, seed=0), Watching(1)
+    core = EngineCore(s, UniProcExecutor(device), lambda outputs: None, repeat_limit=watching)
+    for request_id, num_prompt in enumerate((20, 3, 4, 30, 5)):
+        add(s, request_id, num_prompt=num_prompt, max_tokens=4 + request_id)
+    core.input_queue.put(Stop(drain=True))
+    core.run_busy_loop()
+    is_long = [step.is_long for step in device.steps]
+    assert is_long.count(True) == 2 and not is_long[-1]
+    told = [waited for _, _, waited in watching.told]
+    assert told == [None if behind else wait for wait, behind in zip(waits, [*is_long[1:], False], strict=True)]
 
 
 def test_rounds_with_prompts_are_no_reason_for_fewer() -> None:

@@ -61,7 +61,7 @@ def feed(s: Scheduler, out: SchedulerOutput, sampled: Mapping[int, list[int]] | 
     for b, row in enumerate(out.rows):
         whole, tokens[b] = tokens[b], cut_at_end(s, row.request_id, tokens[b])
         num_accepted.append(min(len(tokens[b]), max(0, len(whole) - 1)))
-    outputs = s.update_from_output(out, ModelRunnerOutput(tokens, num_accepted))
+    outputs = s.update_from_output(out, ModelRunnerOutput(tokens, [len(ids) for ids in tokens], num_accepted))
     s.check()
     return outputs
 

@@ -46,7 +46,7 @@ class Sampled:
         return 0.0
 
     def get(self) -> ModelRunnerOutput:
-        return ModelRunnerOutput(self.tokens, self.num_accepted)
+        return ModelRunnerOutput(self.tokens, [len(ids) for ids in self.tokens], self.num_accepted)
 
 
 class FakeDevice:

@@ -101,7 +101,7 @@ class Repeating(RepeatLimit):
         self._most, self._rng = most, rng
         self.limit = most
 
-    def round_done(self, step: SchedulerOutput, output: ModelRunnerOutput, waited: float, now: float) -> None:
+    def round_done(self, step: SchedulerOutput, output: ModelRunnerOutput, waited: float | None, now: float) -> None:
         self.limit = self._rng.randint(1, self._most)
 
 

@@ -11,7 +11,7 @@ import torch
 from harness import Harness, Repeating, Result, Row
 from tiny import write_checkpoint
 
-from specgen.engine.step import ScheduledRow
+from specgen.engine.step import ScheduledRow, SchedulerOutput
 from specgen.models.context import AttentionContext
 from specgen.sampling_params import SamplingParams
 from specgen.worker import forward_graphs, graphs
@@ -131,25 +131,73 @@ def test_a_size_gets_a_graph_when_it_has_none_near_it_or_is_asked_for_often_enou
     assert decode is not None and batch_sizes(16) == [1, 2, 4, 8, 10, 12, 14, 16]
     greedy = ProcessorNeeds(False, False, noise=False)
 
-    def graph_size(num_rows: int, needs: ProcessorNeeds = greedy) -> int:
+    def graph_size(num_rows: int, needs: ProcessorNeeds = greedy, times: int = 1) -> int:
         rows = [ScheduledRow(i, i, 1, 0, True, [], 0, 0, 9) for i in range(num_rows)]
-        ready = decode.ready(rows, 9, 0, needs)
+        ready = decode.ready(SchedulerOutput(rows=rows, times=times), 0, needs)
         assert len(ready.tokens.packed) == num_rows
         return next(g.inputs.shape[1] for g in decode._graphs.values() if g.graph is ready.graph)
 
     assert graph_size(16) == 16
-    # 6 rows more than 10 each time: with the 27th they come to 16 steps of 10
-    assert [graph_size(9) for _ in range(28)] == [16] * 27 + [10]
+    # 6 rows more than 10 each time: with the 27th they come to 16 steps of 10; other sizes in between change nothing
+    assert [size for _ in range(28) for size in (graph_size(9), graph_size(16))][::2] == [16] * 27 + [10]
     assert [graph_size(n) for n in (11, 13, 12, 14)] == [16] * 4
     assert graph_size(5) == 10, "the smallest there is"
     assert graph_size(4) == 4, "10 is more than twice as many"
     assert graph_size(3) == graph_size(2) == 4
     assert graph_size(9, needs=greedy._replace(noise=True)) == 10, "the graph for 16 lacks what these rows need"
     assert len(captured) == decode.num_captured == 4
-    for _ in range(3):  # another size in between, and the count begins anew
-        assert [graph_size(11) for _ in range(40)] == [16] * 40
-        assert graph_size(13) == 16
-    assert [graph_size(11) for _ in range(49)][-1] == 12
+    # 12 rows were two steps; 16 steps of them are 48 of 4 rows more, whichever way they come
+    assert graph_size(12, times=45) == 16 and graph_size(11) == 16
+    assert graph_size(11) == 12
+
+
+def test_what_is_measured_has_a_graph_of_its_own_size_from_the_first(tmp_path: Path, captured: list[Again]) -> None:
+    rows = make_rows()
+    folder = write_checkpoint(tmp_path)
+    sizes = {}
+    for pads in (True, False):
+        harness = Harness(folder, k=0, max_num_seqs=7, budget=48)
+        harness.worker.runner.use_graphs(7, 48, 0, pads)
+        harness.run(rows)
+        assert harness.worker.runner.graphs is not None
+        sizes[pads] = {kind.size for kind in harness.worker.runner.graphs._graphs}
+    assert sizes[True] < sizes[False] == {1, 2, 4, 7}
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_a_step_is_within_the_bounds_that_it_is_launched_with(
+    k: int, tmp_path: Path, captured: list[Again], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU they are sizes of grids and of work space; a CPU's kernels don't need them."""
+    monkeypatch.setattr(graphs, "_SHORTEST", 16)
+    monkeypatch.setattr(forward_graphs, "_SMALLEST", 16)
+    monkeypatch.setattr(forward_graphs, "LONG_STEP", 32)
+    monkeypatch.setattr(forward_graphs, "_GRAIN", 8)
+    repeating = Repeating(5, random.Random(k))
+    harness = Harness(
+        write_checkpoint(tmp_path), k=k, max_num_seqs=7, budget=64, async_scheduling=True, repeat_limit=repeating
+    )
+    runner = harness.worker.runner
+    runner.use_graphs(7, 64, 0)
+    harness.worker.execute_model = runner.execute_model  # type: ignore[method-assign]
+    forward = runner.target.forward
+    bounds: set[int] = set()
+
+    def check(input_ids: torch.Tensor, context: AttentionContext, *args: Any) -> torch.Tensor:
+        lengths = context.query_start_loc.diff()
+        assert int(context.seq_lens.max()) <= context.max_seq_len
+        assert int(lengths.max()) <= context.max_query_len and int(lengths.min()) >= 0
+        if len(lengths) != len(input_ids) // (k + 1):  # with parts of prompts
+            num_tokens = int(context.query_start_loc[-1])
+            assert torch.all(context.idx_mapping[lengths == 0] == -1), "a row without tokens is nobody's"
+            assert num_tokens <= len(input_ids) < num_tokens + 16, "padded to 16, 20, 24, 28, 32 or a multiple of 8"
+            assert torch.all(context.slot_mapping[num_tokens:] == -1), "a padded token writes nothing"
+        bounds.add(context.max_seq_len)
+        return forward(input_ids, context, *args)
+
+    runner.target.forward = check
+    harness.run(make_rows())
+    assert len(bounds) > 1 and any(graph.num_replays for graph in captured)
 
 
 @pytest.mark.parametrize("k", [0, 2])

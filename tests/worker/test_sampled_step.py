@@ -1,5 +1,8 @@
 """What the host reads of a step's packed tokens."""
 
+import time
+
+import pytest
 import torch
 
 from specgen.engine.step import ModelRunnerOutput
@@ -15,13 +18,31 @@ def test_a_row_has_its_tokens_of_all_times_and_counts_of_each() -> None:
     step = SampledStep(torch.tensor([first, ended, nothing, at_once]))
     assert step.wait() == 0
     assert step.get() == ModelRunnerOutput(
-        [[10, 11, 12, 13], [20, 21], [], [30]], [2, 0, 2, 0, 0, 0, 1, 0], [3, 1, 2, 0, 0, 0, 1, 0]
+        [[10, 11, 12, 13], [20, 21], [], [30]], [3, 1, 2, 0, 0, 0, 1, 0], [2, 0, 2, 0, 0, 0, 1, 0]
     )
 
 
-def test_of_a_step_that_ran_once_the_ids_are_all_counts_there_are() -> None:
+def test_the_next_step_writes_elsewhere() -> None:
     packed = pack_tokens(torch.tensor([[5], [6], [-1]]), torch.tensor([1, 1, 0], dtype=torch.int32))
     assert packed.tolist() == [[1, 5], [1, 6], [0, -1]]
     step = SampledStep(packed.unsqueeze(1))
     packed.zero_()  # the next step's
-    assert step.get() == ModelRunnerOutput([[5], [6], []], [0, 0, 0])
+    assert step.get() == ModelRunnerOutput([[5], [6], []], [1, 1, 0], [0, 0, 0])
+
+
+def test_the_wait_for_the_copy_is_told_and_is_none_if_it_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Copy:
+        is_done = False
+
+        def query(self) -> bool:
+            return self.is_done
+
+        def synchronize(self) -> None:
+            time.sleep(0.02)
+            self.is_done = True
+
+    step = SampledStep(torch.tensor([[[1, 5]]]))
+    monkeypatch.setattr(step, "_event", Copy())
+    assert 0.02 <= step.wait() < 2
+    assert step.wait() == 0
+    assert step.get().sampled_token_ids == [[5]]
