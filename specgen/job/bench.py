@@ -217,10 +217,11 @@ class _Bench:
         there, shape = engine.description.get("kv_tokens"), workload.shape
         if shape is None or not isinstance(there, int):
             return
-        shape = shape._replace(rows=_at_once(engine, shape))
-        if shape.num_tokens <= there:
-            return
-        self._on_note(f"{shape} is {shape.num_tokens:,} tokens and the KV pool holds {there:,}: rows will wait")
+        at_once = _at_once(engine, shape)
+        num_tokens = shape._replace(rows=at_once).num_tokens
+        if num_tokens > there:
+            what = f"{shape}, {counted(at_once, 'row')} at once,"
+            self._on_note(f"{what} is {num_tokens:,} tokens and the KV pool holds {there:,}: rows will wait")
 
     def _warm_up(self, engine: BenchEngine, requests: Sequence[EngineRequest]) -> None:
         # Backwards, so that the warm-up leaves no prefix for the real rows to find.
@@ -271,8 +272,9 @@ class _Bench:
 
 def _at_once(engine: BenchEngine, shape: Shape) -> int:
     """Rows of the shape that are worked on at once: of more than the engine takes, the others come after them."""
-    most = engine.description.get("max_num_seqs")
-    return min(shape.rows, most) if isinstance(most, int) else shape.rows
+    most = engine.description["max_num_seqs"]
+    assert isinstance(most, int)
+    return min(shape.rows, most)
 
 
 def _named(workload: Workload) -> str:

@@ -206,12 +206,12 @@ def test_skipped_prompts_are_never_read_and_their_tokens_mean_nothing(workplace:
     assert {request.num_given_tokens for request in made[0].requests} == {6}
     written: Any = result.as_dict()
     assert written["skips_prompts"] is True and written["cases"][0]["equal"] is None
-    assert "4x7x3 is 40 tokens and the KV pool holds 20: rows will wait" in told
+    assert "4x7x3, 4 rows at once, is 40 tokens and the KV pool holds 20: rows will wait" in told
 
 
-@pytest.mark.parametrize(("at_once", "alone"), [(2, False), (None, True)])
+@pytest.mark.parametrize(("at_once", "alone"), [(2, False), (4, True)])
 def test_of_more_rows_than_the_engine_takes_the_steps_are_those_of_as_many(
-    workplace: Any, fake_engine: Any, at_once: int | None, alone: bool
+    workplace: Any, fake_engine: Any, at_once: int, alone: bool
 ) -> None:
     class TwoAtOnce(fake_engine):  # type: ignore[misc]
         def decode_times(self) -> dict[int, DecodeTimes]:
@@ -220,9 +220,7 @@ def test_of_more_rows_than_the_engine_takes_the_steps_are_those_of_as_many(
 
     def make_engine(side: Candidate) -> Any:
         made = TwoAtOnce()
-        made.description["kv_tokens"] = 30
-        if at_once is not None:
-            made.description["max_num_seqs"] = at_once
+        made.description |= {"kv_tokens": 30, "max_num_seqs": at_once}
         return made
 
     told: list[str] = []

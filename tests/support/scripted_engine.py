@@ -55,7 +55,12 @@ class FakeEngine:
         self._left: dict[int, tuple[list[int], str]] = {}
         self._stats: dict[int, SpecStats] = {}
         self._steps: dict[int, random.Random] = {}
-        self.description: dict[str, object] = {"device": "fake", "dtype": "float32", "max_num_batched_tokens": 4096}
+        self.description: dict[str, object] = {
+            "device": "fake",
+            "dtype": "float32",
+            "max_num_batched_tokens": 4096,
+            "max_num_seqs": 256,
+        }
         self.asked = 0
         self.decode_rows = 4
         self.tells_parts = self.always_tells_parts = True
