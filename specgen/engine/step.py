@@ -10,8 +10,8 @@ from typing import NamedTuple
 from specgen.engine.request import EngineOutput, TokenLogprob
 from specgen.sampling_params import SamplingParams
 
-# Tokens of a step beyond which launches one by one are no matter: models for which they take longer than the step itself
-# rarely have so long ones, and for large models the padding of a graph costs more.
+# Tokens of a step beyond which launches one by one are no matter: models for which they take longer than the step
+# itself rarely have so long ones, and for large models the padding of a graph costs more.
 LONG_STEP = 4096
 
 
