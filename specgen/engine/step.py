@@ -94,8 +94,8 @@ class SchedulerOutput:
 
     @property
     def is_long(self) -> bool:
-        """Whether it has so many tokens that the target is launched without a graph."""
-        return self.num_tokens > LONG_STEP
+        """Whether it has so many tokens, parts of prompts among them, that the target is launched without a graph."""
+        return self.num_tokens > LONG_STEP and not self.num_decode_rows
 
 
 class PromptLogprobs(NamedTuple):

@@ -343,6 +343,8 @@ def test_the_wait_for_a_step_is_told_unless_the_host_launched_a_long_one_before(
     core.input_queue.put(Stop(drain=True))
     core.run_busy_loop()
     is_long = [step.is_long for step in device.steps]
+    many = [ScheduledRow(i, i, 1, 0, True, [], 0, 0, 9) for i in range(17)]
+    assert not SchedulerOutput(rows=many).is_long, "a decode step is one launch, whatever its size"
     assert is_long.count(True) == 2 and not is_long[-1]
     told = [waited for _, _, waited in watching.told]
     assert told == [None if behind else wait for wait, behind in zip(waits, [*is_long[1:], False], strict=True)]
