@@ -35,9 +35,9 @@ Shapes = Annotated[
     typer.Option(
         "--shape",
         metavar="ROWSxINxOUT",
-        help="Rows at once, prompt tokens, answer tokens: prompts of random ids in place of a file's rows, no prefix"
-        " cache, temperature 1. May be repeated, or a list with commas. With --set engine.max_num_seqs=N, N rows at"
-        " once, whose places the others take. [with --random-weights: 32x512x256]",
+        help="Rows, prompt tokens, answer tokens: all rows at once, prompts of random ids in place of a file's rows, no"
+        " prefix cache, temperature 1. May be repeated, or a list with commas. With --set engine.max_num_seqs=N, N rows"
+        " at once, whose places the others take. [with --random-weights: 32x512x256]",
     ),
 ]
 SkipPrompts = Annotated[

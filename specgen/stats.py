@@ -41,23 +41,13 @@ class SpecStats:
 
     def observe(self, num_drafted: int, num_accepted: int, num_emitted: int) -> None:
         """Count one step: so many drafts verified, so many of them kept, so many tokens kept in all."""
-        assert 0 <= num_accepted <= num_drafted and num_accepted <= num_emitted <= num_accepted + 1
-        self.steps += 1
-        self.drafted += num_drafted
-        self.accepted += num_accepted
-        self.emitted += num_emitted
-        if not num_drafted:
-            return
-        self._widen(num_drafted)
-        for position in range(num_drafted):
-            self.drafted_per_pos[position] += 1
-        for position in range(num_accepted):
-            self.accepted_per_pos[position] += 1
+        self.observe_steps(num_drafted, [num_accepted], num_emitted)
 
     def observe_steps(self, num_drafted: int, num_accepted: list[int], num_emitted: int) -> None:
         """Count steps, each with so many drafts verified: of each how many were kept, and the tokens kept in all."""
         num_steps, sum_accepted = len(num_accepted), sum(num_accepted)
-        assert max(num_accepted) <= num_drafted and sum_accepted <= num_emitted <= sum_accepted + num_steps
+        assert min(num_accepted) >= 0 and max(num_accepted) <= num_drafted
+        assert sum_accepted <= num_emitted <= sum_accepted + num_steps
         self.steps += num_steps
         self.drafted += num_drafted * num_steps
         self.accepted += sum_accepted
